@@ -14,6 +14,7 @@ from polyclinic.config.identity import check_same_recipe
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import Failure, RecipeError, Refused, RoundFailed, SiteId, StoreError, __version__
 from polyclinic.federation.engines import Answer, Engine, RemoteExecution
+from polyclinic.federation.mailbox import DividedMessages, message_parts
 from polyclinic.federation.rounds import Watch
 from polyclinic.runs.experiment import Experiment, run_tracked
 from polyclinic.runs.remote_sites import RemoteSites, SiteProfile, find_misfits
@@ -263,7 +264,7 @@ class AnnouncedEngine:
         list(ask_sites(self.engine, fields, sorted(self.ready), patience))
 
 
-class ReadyMessages(Mapping[SiteId, bytes]):
+class ReadyMessages(DividedMessages):
     """The messages to sites that are ready, encoded when they are read."""
 
     def __init__(self, sent: Mapping[SiteId, bytes], ready: Iterable[SiteId]) -> None:
@@ -271,6 +272,9 @@ class ReadyMessages(Mapping[SiteId, bytes]):
 
     def __getitem__(self, site: SiteId) -> bytes:
         return self.sent[site]
+
+    def parts(self, site: SiteId) -> tuple[bytes, ...]:
+        return message_parts(self.sent, site)
 
     def __iter__(self) -> Iterator[SiteId]:
         return iter(self.names)

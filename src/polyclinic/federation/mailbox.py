@@ -9,7 +9,20 @@ from polyclinic.federation.engines import Answer
 from polyclinic.storage import messages
 
 
-class Outbox(Mapping[SiteId, bytes]):
+class DividedMessages(Mapping[SiteId, bytes]):
+    """Messages that are also available in parts, of which those that are the same for several sites exist once."""
+
+    def parts(self, site: SiteId) -> tuple[bytes, ...]:
+        """Return the parts of the site's message, which joined are the message."""
+        raise NotImplementedError
+
+
+def message_parts(sent: Mapping[SiteId, bytes], site: SiteId) -> tuple[bytes, ...]:
+    """Return the parts of a site's message: one, unless it was divided."""
+    return sent.parts(site) if isinstance(sent, DividedMessages) else (sent[site],)
+
+
+class Outbox(DividedMessages):
     """The messages to the sites, encoded on access; tensors that are the same for several sites are encoded once.
 
     `tensors(site)` is called once a site, and its result is kept until `take`, since the reply is checked against it.
@@ -23,12 +36,15 @@ class Outbox(Mapping[SiteId, bytes]):
         self._last_size: tuple[Bundle, int] | None = None
 
     def __getitem__(self, site: SiteId) -> bytes:
+        return b"".join(self.parts(site))
+
+    def parts(self, site: SiteId) -> tuple[bytes, bytes]:
         bundle = self._bundle(site)
         if self._last is None or self._last[0] is not bundle:
             self._last = (bundle, messages.encode_body(bundle))
-        message = messages.encode_with_body(self.fields[site], self._last[1])
-        self.sizes[site] = len(message)
-        return message
+        head, body = messages.encode_parts(self.fields[site], self._last[1])
+        self.sizes[site] = len(head) + len(body)
+        return head, body
 
     def in_process_message(self, site: SiteId) -> messages.Message:
         """Return the message for a site in this process, which needs no encoding."""
