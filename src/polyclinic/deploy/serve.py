@@ -276,6 +276,10 @@ class ReadyMessages(DividedMessages):
     def parts(self, site: SiteId) -> tuple[bytes, ...]:
         return message_parts(self.sent, site)
 
+    def release_shared(self) -> None:
+        if isinstance(self.sent, DividedMessages):
+            self.sent.release_shared()
+
     def __iter__(self) -> Iterator[SiteId]:
         return iter(self.names)
 

@@ -16,6 +16,9 @@ class DividedMessages(Mapping[SiteId, bytes]):
         """Return the parts of the site's message, which joined are the message."""
         raise NotImplementedError
 
+    def release_shared(self) -> None:
+        """Keep no shared part any longer: whoever sends it holds it, and if it is asked for again it is made anew."""
+
 
 def message_parts(sent: Mapping[SiteId, bytes], site: SiteId) -> tuple[bytes, ...]:
     """Return the parts of a site's message: one, unless it was divided."""
@@ -45,6 +48,9 @@ class Outbox(DividedMessages):
         head, body = messages.encode_parts(self.fields[site], self._last[1])
         self.sizes[site] = len(head) + len(body)
         return head, body
+
+    def release_shared(self) -> None:
+        self._last = None
 
     def in_process_message(self, site: SiteId) -> messages.Message:
         """Return the message for a site in this process, which needs no encoding."""
@@ -123,6 +129,7 @@ def in_site_order(
             seen.add(site)
             if site != sites[turn]:
                 buffer.put(site, answer)
+                del answer  # which may lie on disk now
                 continue
             yield site, answer
             del answer  # so that the consumer holds the only reference

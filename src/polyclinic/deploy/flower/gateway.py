@@ -174,6 +174,7 @@ class Gateway:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             pace.passed += len(piece)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+        message.parts = ()
 
     async def _hold_request(self, site: SiteId) -> bool:
         """Wait until there may be a message for the site. False: a later request of the site has taken its place."""

@@ -27,14 +27,14 @@ class QueuedMessage:
     name: str
     site: SiteId
     parts: tuple[bytes, ...]
+    """Nothing, once the site has been sent them."""
     collected: bool = False
     """Whether the site has asked for it."""
     answering: bool = False
     """Whether a reply is arriving or has arrived."""
 
-    @property
-    def size(self) -> int:
-        return sum(map(len, self.parts))
+    def __post_init__(self) -> None:
+        self.size = sum(map(len, self.parts))
 
 
 class ReplyUpload:

@@ -36,7 +36,7 @@ from polyclinic.deploy.flower.gateway import Gateway
 from polyclinic.deploy.flower.message_queue import MessageQueue
 from polyclinic.deploy.provisioning.certificates import PublicKey, read_public_key
 from polyclinic.federation.engines import Answer
-from polyclinic.federation.mailbox import message_parts
+from polyclinic.federation.mailbox import DividedMessages, message_parts
 from polyclinic.storage import messages as wire
 
 MAX_ATTEMPTS = 5
@@ -89,6 +89,8 @@ class FlowerEngine:
         try:
             for site in sent:
                 exchange.send_message(site)
+            if isinstance(sent, DividedMessages):
+                sent.release_shared()
             yield from exchange.resend_or_give_up()
             while exchange.unanswered_sites() and (deadline is None or time.monotonic() < exchange.begun + deadline):
                 yield from exchange.collect_answer(0.2)
@@ -134,10 +136,10 @@ class _Exchange:
 
     def collect_answer(self, seconds: float) -> Iterable[tuple[SiteId, Answer]]:
         """Yield the next answer, if one comes within so many seconds."""
-        found = self.engine.link.wait_for_reply(seconds)
-        if found is not None and (site := self.asked.get(found[0])) is not None:
+        name, *replies = self.engine.link.wait_for_reply(seconds) or ("",)
+        if (site := self.asked.get(name)) is not None:
             self.forget_site(site)
-            yield site, _read_reply(found[1])
+            yield site, _read_reply(replies.pop())  # so that only who is given the reply holds it
 
     def resend_or_give_up(self) -> Iterable[tuple[SiteId, Answer]]:
         """Resend to sites that have reconnected; give up sites that have been away too long."""
