@@ -196,6 +196,8 @@ class Gateway:
         complete = False
         try:
             complete = await _store_body(request, upload)
+        except TimeoutError:  # which is an OSError, too
+            raise
         except OSError as error:
             self.refused(site, f"a reply that cannot be stored here ({error.strerror})")
             await Response(status_code=507)(request.scope, request.receive, send)
