@@ -61,7 +61,7 @@ def join(
             _print_releases(handler, polyclinic.Recipe.load(find_recipe(rehearsed)), as_json)
             return
         try:
-            serve_site(config, handler.answer_message, log, lambda: handler.is_idle)
+            serve_site(config, handler.answer_message, log, lambda: handler.is_idle, handler.largest_message)
         except KeyboardInterrupt:
             log("stopped")
             raise typer.Exit(0) from None

@@ -66,7 +66,7 @@ class SiteConnection:
         report: Is called with a sentence whenever the state of the connection changes.
         is_idle: Whether the site takes part in no run at the moment.
         names: The names of federation and site in site.yaml, which the server compares with the owner of the key.
-        most_bytes: The largest message that the site takes at the moment.
+        largest_message: The most bytes of a message that the site takes at the moment.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class SiteConnection:
         report: Callable[[str], None] = lambda _: None,
         is_idle: Callable[[], bool] = lambda: False,
         names: tuple[str, str] | None = None,
-        most_bytes: Callable[[], int] = lambda: MAX_MESSAGE_BYTES,
+        largest_message: Callable[[], int] = lambda: MAX_MESSAGE_BYTES,
     ) -> None:
-        self.most_bytes = most_bytes
+        self.largest_message = largest_message
         self.server, self.folder, self.report, self.is_idle = server, folder, report, is_idle
         self.stop = threading.Event()
         private = read_private_key(key)
@@ -168,7 +168,7 @@ class SiteConnection:
             if response.status_code == httpx.codes.NO_CONTENT:
                 return None
             name, size = response.headers[MESSAGE_NAME], int(response.headers["content-length"])
-            if size > self.most_bytes():
+            if size > self.largest_message():
                 return name, None
             return name, b"".join(response.iter_raw(PIECE_BYTES))
 
@@ -197,7 +197,7 @@ class SiteConnection:
 
     def _refuse_size(self) -> bytes:
         """The reply to a message that is larger than this site takes."""
-        most = self.most_bytes() / 1e6
+        most = self.largest_message() / 1e6
         why = f"a message of more than {most:.0f} MB, the most that this site takes now"
         self.report(f"refused: {why}")
         return messages.encode({"run": "", "failure": "refused", "why": why}, {})
