@@ -33,6 +33,8 @@ from polyclinic.storage.files import write_json
 
 MAX_MESSAGE_BYTES = 4 << 30
 """Of a message to a site, unless the site knows better."""
+MAX_ANSWER_BYTES = 1 << 20
+"""Of an answer that is no message."""
 READ_SECONDS = 60.0
 """How long a transfer may pause."""
 HEARTBEAT_SECONDS = HEARTBEAT_MIN_INTERVAL
@@ -86,7 +88,7 @@ class SiteConnection:
         self.stop = threading.Event()
         private = read_private_key(key)
         public = private.public_key()
-        self.client = FleetHttpClient.from_server_address(
+        self.client = _BoundedClient.from_server_address(
             server,
             authority is None,
             None if authority is None else authority.read_bytes(),
@@ -185,11 +187,10 @@ class SiteConnection:
         address, headers = f"{self.client._base_url}{path}", {**headers, "content-length": str(size)}
         request = http.build_request("POST", address, content=content, headers=headers, timeout=READ_SECONDS)
         response = self.client._send(ProtobufRequestContext(path, None, request), stream=True)
-        request.extensions["timeout"]["read"] = READ_SECONDS  # Flower waits for streams without a limit
         try:
             if response.status_code not in also:
                 response.raise_for_status()
-            if response.status_code != httpx.codes.OK:
+            if response.status_code == httpx.codes.NO_CONTENT:
                 response.read()  # to its end, so that the connection can be used again
             yield response
         finally:
@@ -215,6 +216,28 @@ class SiteConnection:
             raise Disconnected(
                 f"a message was lost on the way ({type(error).__name__}); the server will send it again"
             ) from None
+
+
+class _BoundedClient(FleetHttpClient):
+    """Flower's client, which takes no answer of any size and does not wait for ever."""
+
+    def _send(self, context: ProtobufRequestContext, *, stream: bool = False) -> httpx.Response:
+        response: httpx.Response = super()._send(context, stream=True)
+        context.request.extensions["timeout"]["read"] = READ_SECONDS
+        if stream or response.is_error:  # Flower bounds errors itself
+            return response
+        content = bytearray()
+        try:
+            for piece in response.iter_raw(PIECE_BYTES):
+                content += piece
+                if len(content) > MAX_ANSWER_BYTES:
+                    raise httpx.RemoteProtocolError("an answer that is too large", request=context.request)
+        finally:
+            response.close()
+        extensions = response.extensions
+        return httpx.Response(
+            response.status_code, content=bytes(content), request=context.request, extensions=extensions
+        )
 
 
 class _Pieces:
