@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import socket
+import ssl
 import statistics
 import sys
 import time
