@@ -60,7 +60,11 @@ def encode_public_openssh(key: PublicKey) -> bytes:
 
 def key_file_fingerprint(path: Path) -> str:
     """The fingerprint of a public key, as `ssh-keygen -l` prints it."""
-    line = encode_public_openssh(read_public_key(path))
+    return key_fingerprint(encode_public_openssh(read_public_key(path)))
+
+
+def key_fingerprint(line: bytes) -> str:
+    """The fingerprint of a public key in OpenSSH's form, as `ssh-keygen -l` prints it."""
     digest = hashlib.sha256(base64.b64decode(line.split()[1])).digest()
     return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 

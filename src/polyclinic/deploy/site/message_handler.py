@@ -159,9 +159,7 @@ class SiteMessageHandler:
         kinds = part.check_reply(answer)
         reply = former or messages.encode(answer.fields, answer.tensors)
         spent = part.account.epsilon_spent() if part.account is not None and purpose == "train" else None
-        self.releases.record_release(
-            reply, kinds, run=run, round=round, purpose=purpose, epsilon=spent, repeated=former is not None
-        )
+        self.releases.record_release(reply, kinds, run=run, round=round, purpose=purpose, epsilon=spent)
         if former is None:
             write_atomically(kept, asked.encode() + reply)
         return reply

@@ -1,4 +1,4 @@
-"""Writes the logs that a site keeps for itself: `releases.jsonl`, a line for every reply, and `site.log`.
+"""Writes the logs that a site keeps for itself: `releases.jsonl`, a row for every reply, and `site.log`.
 
 `message_handler.py` writes them; `polyclinic site` reads them.
 """
@@ -7,18 +7,23 @@ import hashlib
 import json
 import math
 import os
+import re
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from polyclinic.core import StoreError
 from polyclinic.storage.files import append_durably, explain_os_errors
+from polyclinic.storage.ledger import Ledger
 
 MOST = 4 << 20
 """The bytes after which a new file is begun."""
 KEPT = 4
 """How many older files are kept."""
+CHANGED_ROW = re.compile(r"row \d+")
 LOG, REFUSED, FAILED = "site.log", "refused", "failed"
 """The file of the site's own log, and the words with which lines about problems begin."""
 
@@ -63,10 +68,16 @@ def _is_torn(path: Path) -> bool:
 
 
 class ReleaseLog:
-    """`releases.jsonl`: one line for every reply that carries data."""
+    """`releases.jsonl`: one row for every reply that carries data, in a chain of hashes. The file only grows.
 
-    def __init__(self, folder: Path, most: int = MOST) -> None:
-        self.log = RotatingLog(folder / "releases.jsonl", most)
+    A reply that leaves again has a row when it has left 2, 4, 8 … times, so that a server that repeats one order cannot
+    fill the disk.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "releases.jsonl"
+        self._ledger: Ledger | None = None
+        self._times: Counter[tuple[str, str]] = Counter()
 
     def record_release(
         self,
@@ -77,28 +88,55 @@ class ReleaseLog:
         round: int,
         purpose: str,
         epsilon: float | None,
-        repeated: bool = False,
     ) -> None:
         """Record a reply before it leaves. `epsilon`: of all releases of the site so far; None without a guarantee."""
-        row: dict[str, object] = {
-            "time": timestamp(),
-            "run": run,
-            "round": round,
-            "purpose": purpose,
-            "kinds": dict(kinds),
-            "bytes": len(data),
-            "epsilon": _describe_epsilon(epsilon),
-            "sha256": hashlib.sha256(data).hexdigest(),
-        }
-        self.log.append_line(json.dumps(row | ({"repeated": True} if repeated else {}), allow_nan=False))
+        ledger, digest = self._open(), hashlib.sha256(data).hexdigest()
+        times = self._times[run, digest] + 1
+        if times & (times - 1) == 0:
+            ledger.append(
+                time=timestamp(),
+                run=run,
+                round=round,
+                purpose=purpose,
+                kinds=dict(kinds),
+                bytes=len(data),
+                epsilon=_describe_epsilon(epsilon),
+                sha256=digest,
+                **({"times": times} if times > 1 else {}),
+            )
+        self._times[run, digest] = times
+
+    def verify_chain(self) -> tuple[int, str]:
+        """Return the number of rows and the last hash; raises `StoreError` if a row was changed or is missing."""
+        if not self.path.exists():
+            return 0, ""
+        ledger = self._open()
+        return ledger.rows, ledger.chain
 
     def read_entries(self) -> list[dict[str, Any]]:
         """All complete entries: a killed process may have left an incomplete one."""
         found = []
-        for line in self.log.read_lines():
+        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []:
             with suppress(ValueError):
                 found.append(json.loads(line))
         return found
+
+    def _open(self) -> Ledger:
+        if self._ledger is None:
+            with explain_os_errors(self.path):
+                self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                self._ledger = Ledger(self.path)
+            except StoreError as error:
+                if "checksum" not in str(error):
+                    raise
+                raise StoreError(
+                    f"{self.path} was changed or damaged ({CHANGED_ROW.findall(str(error))[0]}); find out how, move it "
+                    "out of the folder and keep it, then go on with a new one"
+                ) from None
+            for row in self.read_entries():
+                self._times[row["run"], row["sha256"]] = row.get("times", 1)
+        return self._ledger
 
 
 def last_trouble(folder: Path) -> tuple[str, str] | None:
