@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Column
 from rich.text import Text
 from typer.core import TyperGroup
 
 from polyclinic.cli.common import (
     Json,
     out,
-    plain_table,
     print_json,
     print_message,
 )
@@ -211,14 +209,9 @@ def _print_kits(folder: Path, as_json: bool) -> bool:
     if as_json:
         print_json(asdict(found))
         return bool(found.problems)
-    table = plain_table(
-        Column("", overflow="fold"),
-        Column("fingerprint (SHA-256)", overflow="fold"),
-        Column("valid until", no_wrap=True),
-    )
     for row in found.rows:
-        table.add_row(*map(Text, (row.name, row.fingerprint, row.until)))
-    out.print(table)
+        until = f", valid until {row.until}" if row.until else ""
+        out.print(Text(f"{row.name}: {row.fingerprint}{until}"), soft_wrap=True)
     for gone in found.revoked:
         out.print(Text(f"{gone.get('why')} on {gone.get('date')}: {gone.get('site')}, {gone.get('fingerprint')}"))
     for message in [f"warning: {w}" for w in found.warnings] + [f"error: {p}" for p in found.problems]:

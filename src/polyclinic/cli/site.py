@@ -46,6 +46,7 @@ def join(
     from polyclinic.deploy.processes import serve_site
     from polyclinic.deploy.site.config import SiteConfig, config_warnings, with_remedy
     from polyclinic.deploy.site.message_handler import SiteMessageHandler
+    from polyclinic.deploy.site.peers import check_own_kit
 
     config = SiteConfig.load(site)
 
@@ -53,7 +54,7 @@ def join(
         with contextlib.suppress(OSError):  # a terminal that is gone, or a log on a full disk, shall not end the work
             print_message(f"{datetime.now():%H:%M:%S} {config.site}: {sentence}")
 
-    for warning in config_warnings(config):
+    for warning in (*config_warnings(config), *check_own_kit(config)):
         log(warning)
     with with_remedy():
         handler = SiteMessageHandler(config, log)

@@ -159,7 +159,7 @@ def read_private_key(path: Path) -> PrivateKey:
 
 
 def read_public_key(path: Path) -> PublicKey:
-    return _parse_public_key(_read_bytes(path), path)
+    return parse_public_key(_read_bytes(path), path)
 
 
 def read_revoked_keys(path: Path) -> list[tuple[PublicKey, str]]:
@@ -168,12 +168,12 @@ def read_revoked_keys(path: Path) -> list[tuple[PublicKey, str]]:
     with contextlib.suppress(OSError, UnicodeError, yaml.YAMLError, KeyError, TypeError):
         for row in yaml.safe_load(path.read_text(encoding="utf-8"))["revoked"]:
             with contextlib.suppress(EngineError, KeyError, TypeError):
-                key = _parse_public_key(str(row["key"]).encode(), path)
+                key = parse_public_key(str(row["key"]).encode(), path)
                 found.append((key, f"the key of {row['site']} that was {row['why']} on {row['date']}"))
     return found
 
 
-def _parse_public_key(data: bytes, path: Path) -> PublicKey:
+def parse_public_key(data: bytes, path: Path) -> PublicKey:
     try:
         key = serialization.load_ssh_public_key(data)
     except (ValueError, UnsupportedAlgorithm):

@@ -32,7 +32,8 @@ exec .venv/bin/polyclinic site "$name" site.yaml "$@\""""
 WITH_HASHES = "Every package has a SHA-256 in `requirements.txt`, and pip installs nothing else."
 WITHOUT_HASHES = (
     "This kit has **no hashes** of the other packages: whoever controls the index can change them. Ask the "
-    "coordinator for a kit with hashes (`polyclinic provision lock`); `sh start.sh --install --without-hashes` installs anyway."
+    "coordinator for a kit with hashes (`polyclinic provision lock`); to install without: "
+    "`sh start.sh --install --without-hashes`."
 )
 
 

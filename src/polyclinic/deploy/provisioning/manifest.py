@@ -37,7 +37,10 @@ def sign_kit(files: Mapping[str, bytes], key: PrivateKey) -> dict[str, bytes]:
 
 
 def check_kit(folder: Path, ca: Path | None = None) -> None:
-    """Raise `EngineError` unless the kit in `folder` is as its authority signed it. `ca`: its certificate, if elsewhere."""
+    """Raise `EngineError` unless the kit in `folder` is as its authority signed it.
+
+    `ca`: the authority's certificate, if it is not that in the kit.
+    """
     key = read_certificate(ca or folder / "ca.crt").public_key()
     try:
         manifest, signature = (folder / MANIFEST).read_bytes(), (folder / SIGNATURE).read_bytes()

@@ -7,12 +7,14 @@ that nobody can bring back an older one, with a key that was revoked.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
-from polyclinic.core import Refused, SiteId
-from polyclinic.deploy.provisioning.certificates import Certificate, PrivateKey
+from polyclinic.core import EngineError, Refused, SiteId
+from polyclinic.deploy.provisioning.certificates import Certificate, PrivateKey, read_certificate
 from polyclinic.storage.signatures import PeerKeys, SiteSigner
 
 PEERS = "peers.json"
@@ -44,6 +46,21 @@ class PeerList:
 def encode_peers(peers: PeerList, key: PrivateKey) -> bytes:
     """The bytes of peers.json."""
     return (json.dumps(peers.sign(key), indent=1, sort_keys=True) + "\n").encode()
+
+
+def read_peers(path: Path, authority: Path, federation: str) -> dict[str, object]:
+    """Read the server's peers.json; raises `EngineError` unless the authority signed it for this federation."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        verify_peers(values, read_certificate(authority), federation)
+    except (OSError, ValueError, Refused) as error:
+        raise EngineError(f"{path} cannot be used ({error}); copy the whole server kit anew") from None
+    return dict(values)
+
+
+def peer_keys(values: Mapping[str, Any]) -> PeerKeys:
+    """The sites' public keys in the content of a peers.json that was verified."""
+    return PeerKeys(PeerList(values["federation"], values["version"], values["sites"]).public_keys())
 
 
 def verify_peers(values: object, authority: Certificate, federation: str) -> PeerList:

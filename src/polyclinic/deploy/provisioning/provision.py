@@ -43,7 +43,7 @@ from polyclinic.deploy.provisioning.manifest import DELIVERED, MANIFEST, SIGNATU
 from polyclinic.deploy.provisioning.peer_list import PEERS, PeerList, encode_peers
 from polyclinic.deploy.provisioning.requests import KeyRequest
 from polyclinic.deploy.provisioning.software import HASHED, Software, build_wheel, read_requirements, read_wheel
-from polyclinic.storage.files import explain_os_errors, lock_folder, make_folder, write_atomically
+from polyclinic.storage.files import erase_file, explain_os_errors, lock_folder, make_folder, write_atomically
 
 OTHER = "make room or choose another folder, then try again"
 
@@ -102,8 +102,13 @@ def provision_federation(
 
 
 def list_peers(federation: str, version: int, public: Mapping[SiteId, bytes]) -> PeerList:
-    """The list of sites with their public keys in OpenSSH's form."""
-    return PeerList(federation, version, {site: line.decode().strip() for site, line in public.items()})
+    """The list of sites with their public keys in OpenSSH's form; one whose key is damaged is left out."""
+    found: dict[SiteId, str] = {}
+    for site, line in public.items():
+        with suppress(ValueError, EngineError):
+            certificates.parse_public_key(line, Path(public_key_path(site)))
+            found[site] = line.decode().strip()
+    return PeerList(federation, version, found)
 
 
 def _check_vacant(out: Path) -> None:
@@ -236,9 +241,17 @@ def accept_requests(folder: Path, requests: Sequence[KeyRequest], now: datetime 
             if kits.registered.get(request.site) != request.key:
                 _list_revoked(kits, request.site, "rotated", now)
                 _write_file(kits.public_key(request.site), KitFile(request.key))
-                (kits.site_folder(request.site) / "site.key").unlink(missing_ok=True)
+                _erase_other_key(kits.site_folder(request.site) / "site.key", request)
         _register_sites(kits, kits.federation.sites)
         _sign_kits(kits, signer)
+
+
+def _erase_other_key(path: Path, request: KeyRequest) -> None:
+    """Erase a private key that was made here for the site, and that its new key replaces."""
+    with suppress(EngineError):
+        own = certificates.encode_public_openssh(certificates.read_private_key(path).public_key())
+        if own != request.key:
+            erase_file(path)
 
 
 def check_request(kits: KitFolder, request: KeyRequest) -> None:
