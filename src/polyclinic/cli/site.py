@@ -141,7 +141,10 @@ def log_command(
         table.add_row(*(Text(str(cell)) for cell in cells))
     out.print(table)
     if verify:
-        out.print(Text(f"{rows} rows, none changed or missing before the last; the chain ends in {chain or '–'}"))
+        out.print(
+            Text(f"{rows} rows, none changed or missing before the last; the chain ends in {chain or '–'}"),
+            soft_wrap=True,
+        )
 
 
 @site_app.command("capability")

@@ -143,9 +143,24 @@ def enrol_sites(
             f"{len(enrolment.profiles)} of {len(sites)} sites enrolled, {needed} are needed ({why}); mend that, or set "
             "quorum"
         )
+    check_least_sites(recipe, enrolment.least_sites, len(sites))
     there = kept or enrolment.profiles
     taking = {site: there[site] for site in sites if site in there}  # a site that is only late may still join a round
     return taking, {site: why for site, why in absent.items() if site not in taking}
+
+
+def check_least_sites(recipe: Recipe, asked: Mapping[SiteId, int], sites: int) -> None:
+    """Raise `RecipeError` if a round could count with fewer sites than one of them asks for: it would then refuse the
+    next round, and all further ones."""
+    played = min(recipe.quorum or sites, recipe.cohort or sites)
+    for site, least in asked.items():
+        if least > played:
+            keys = " and ".join(key for key in ("quorum", "cohort") if (getattr(recipe, key) or sites) < least)
+            remedy = f"raise {keys} to {least}" if keys and least <= sites else "more sites are needed"
+            raise RecipeError(
+                f"{site} takes part only with {least} sites or more (allow.least_sites in its site.yaml), and a round "
+                f"of this recipe may have {played}; {remedy}, or it can lower that"
+            )
 
 
 @dataclass
@@ -158,6 +173,8 @@ class Enrolment:
     read_peers: ReadPeers = lambda: None
     profiles: dict[SiteId, SiteProfile] = field(default_factory=dict)
     absent: dict[SiteId, str] = field(default_factory=dict)
+    least_sites: dict[SiteId, int] = field(default_factory=dict)
+    """How many sites each of them asks for in every round."""
 
     def enrol_all(self, sites: Sequence[SiteId]) -> None:
         profiles: dict[SiteId, SiteProfile] = {}
@@ -167,6 +184,8 @@ class Enrolment:
                 continue
             try:
                 profiles[site] = SiteProfile.from_fields(answer.get("card", {}))
+                least = answer.get("least_sites")
+                self.least_sites[site] = least if type(least) is int else 1
             except Refused as refusal:
                 self.exclude_site(site, Failure("refused", str(refusal)))
         odd = find_misfits({site: profiles[site] for site in sites if site in profiles})

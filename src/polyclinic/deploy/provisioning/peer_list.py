@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
@@ -82,6 +83,6 @@ def verify_peers(values: object, authority: Certificate, federation: str) -> Pee
         raise Refused("peers", f"the list of sites is that of the federation {found.federation!r:.100}")
     try:
         found.public_keys()
-    except ValueError:
+    except (ValueError, UnsupportedAlgorithm):
         raise wrong from None
     return found

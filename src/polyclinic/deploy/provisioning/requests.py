@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
@@ -70,7 +71,7 @@ def read_request(path: Path) -> KeyRequest:
         PeerKeys({request.site: key}).verify(request.site, PURPOSE, _fields(request), values.get("signature"))
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}; give the file that the site sent") from None
-    except (ValueError, KeyError, TypeError, AttributeError, Refused):
+    except (ValueError, UnsupportedAlgorithm, KeyError, TypeError, AttributeError, Refused):
         raise EngineError(
             f"{path} is not a site's request, or was changed on the way; ask the site to send the file anew"
         ) from None

@@ -121,7 +121,9 @@ class SiteMessageHandler:
         if self.config.budget is not None and not self._is_recipe_running(recipe):
             self._rehearse_run(recipe, own)
         reply = self._encode_reply(
-            "", card=build_site_profile(own, self.site, __version__, self.keys.mark_images(own.fingerprint))
+            "",
+            card=build_site_profile(own, self.site, __version__, self.keys.mark_images(own.fingerprint)),
+            least_sites=self.config.allow.least_sites,
         )
         self.releases.record_release(reply, {CARD: len(reply)}, run="", round=0, purpose="enrol", epsilon=None)
         self._write_log(f"enrolled for the recipe {recipe.name!r:.100} ({recipe.algorithm.name})")

@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,13 +16,12 @@ from typing import Any
 
 from polyclinic.core import StoreError
 from polyclinic.storage.files import append_durably, explain_os_errors
-from polyclinic.storage.ledger import Ledger
+from polyclinic.storage.ledger import Ledger, read_chain
 
 MOST = 4 << 20
 """The bytes after which a new file is begun."""
 KEPT = 4
 """How many older files are kept."""
-CHANGED_ROW = re.compile(r"row \d+")
 LOG, REFUSED, FAILED = "site.log", "refused", "failed"
 """The file of the site's own log, and the words with which lines about problems begin."""
 
@@ -77,6 +75,7 @@ class ReleaseLog:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "releases.jsonl"
         self._ledger: Ledger | None = None
+        self._size = 0
         self._times: Counter[tuple[str, str]] = Counter()
 
     def record_release(
@@ -104,14 +103,12 @@ class ReleaseLog:
                 sha256=digest,
                 **({"times": times} if times > 1 else {}),
             )
+            self._size = self.path.stat().st_size
         self._times[run, digest] = times
 
     def verify_chain(self) -> tuple[int, str]:
         """Return the number of rows and the last hash; raises `StoreError` if a row was changed or is missing."""
-        if not self.path.exists():
-            return 0, ""
-        ledger = self._open()
-        return ledger.rows, ledger.chain
+        return read_chain(self.path)
 
     def read_entries(self) -> list[dict[str, Any]]:
         """All complete entries: a killed process may have left an incomplete one."""
@@ -122,20 +119,17 @@ class ReleaseLog:
         return found
 
     def _open(self) -> Ledger:
-        if self._ledger is None:
-            with explain_os_errors(self.path):
-                self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """The log as it is on the disk: read again if somebody else has written, or a write was torn."""
+        with explain_os_errors(self.path):
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            size = self.path.stat().st_size if self.path.exists() else 0
+        if self._ledger is None or size != self._size:
             try:
                 self._ledger = Ledger(self.path)
-            except StoreError as error:
-                if "checksum" not in str(error):
-                    raise
-                raise StoreError(
-                    f"{self.path} was changed or damaged ({CHANGED_ROW.findall(str(error))[0]}); find out how, move it "
-                    "out of the folder and keep it, then go on with a new one"
-                ) from None
-            for row in self.read_entries():
-                self._times[row["run"], row["sha256"]] = row.get("times", 1)
+            except StoreError:
+                read_chain(self.path)  # says what is wrong
+                raise
+            self._times = Counter({(row["run"], row["sha256"]): row.get("times", 1) for row in self.read_entries()})
         return self._ledger
 
 
