@@ -42,7 +42,7 @@ class Outbox(DividedMessages):
         return b"".join(self.parts(site))
 
     def parts(self, site: SiteId) -> tuple[bytes, bytes]:
-        bundle = self._bundle(site)
+        bundle = self.bundle(site)
         if self._last is None or self._last[0] is not bundle:
             self._last = (bundle, messages.encode_body(bundle))
         head, body = messages.encode_parts(self.fields[site], self._last[1])
@@ -54,7 +54,7 @@ class Outbox(DividedMessages):
 
     def in_process_message(self, site: SiteId) -> messages.Message:
         """Return the message for a site in this process, which needs no encoding."""
-        bundle = self._bundle(site)
+        bundle = self.bundle(site)
         if self._last_size is None or self._last_size[0] is not bundle:
             self._last_size = bundle, messages.body_size(bundle)
         message = messages.Message(
@@ -65,10 +65,11 @@ class Outbox(DividedMessages):
 
     def take(self, site: SiteId) -> Bundle:
         """Return what the site was sent, and forget it."""
-        self._bundle(site)
+        self.bundle(site)
         return self._sent.pop(site)
 
-    def _bundle(self, site: SiteId) -> Bundle:
+    def bundle(self, site: SiteId) -> Bundle:
+        """Return what the site is sent."""
         if site not in self._sent:
             self._sent[site] = self.tensors(site)
         return self._sent[site]

@@ -168,10 +168,24 @@ def decode(data: bytes, max_bytes: int | None = None, max_table_bytes: int = MAX
         max_bytes: The largest size of the message; None: no limit.
         max_table_bytes: The largest size of the table of its tensors.
     """
-    if not data:
-        raise Refused("empty", "the message has no bytes")
     if max_bytes is not None and len(data) > max_bytes:
         raise Refused("oversize", f"{len(data)} bytes where at most {max_bytes} were expected")
+    fields, start = _decode_header(data)
+    body = memoryview(data)[start:]
+    if hashlib.sha256(body).hexdigest() != fields["body"]:
+        raise Refused("checksum", "the tensors do not match their checksum")
+    return Message(fields, unflatten(_parse_body(body, max_table_bytes)))
+
+
+def decode_fields(data: bytes) -> dict[str, Any]:
+    """Decode the JSON fields of a message without its tensors, or raise `Refused`."""
+    return _decode_header(data)[0]
+
+
+def _decode_header(data: bytes) -> tuple[dict[str, Any], int]:
+    """Return the fields of a message and where its body starts."""
+    if not data:
+        raise Refused("empty", "the message has no bytes")
     if len(data) < PREFIX.size or data[:4] != MAGIC:
         raise Refused("format", "this is not a polyclinic message")
     _, length, checksum = PREFIX.unpack_from(data)
@@ -182,11 +196,7 @@ def decode(data: bytes, max_bytes: int | None = None, max_table_bytes: int = MAX
     header = data[PREFIX.size : PREFIX.size + length]
     if hashlib.sha256(header).digest() != checksum:
         raise Refused("checksum", "the header does not match its checksum")
-    fields = _parse_header(header)
-    body = memoryview(data)[PREFIX.size + length :]
-    if hashlib.sha256(body).hexdigest() != fields["body"]:
-        raise Refused("checksum", "the tensors do not match their checksum")
-    return Message(fields, unflatten(_parse_body(body, max_table_bytes)))
+    return _parse_header(header), PREFIX.size + length
 
 
 def _parse_header(header: bytes) -> dict[str, Any]:
