@@ -23,7 +23,7 @@ class Outbox(Mapping[SiteId, bytes]):
         self._last_size: tuple[Bundle, int] | None = None
 
     def __getitem__(self, site: SiteId) -> bytes:
-        bundle = self.bundle(site)
+        bundle = self._bundle(site)
         if self._last is None or self._last[0] is not bundle:
             self._last = (bundle, messages.encode_body(bundle))
         message = messages.encode_with_body(self.fields[site], self._last[1])
@@ -32,7 +32,7 @@ class Outbox(Mapping[SiteId, bytes]):
 
     def in_process_message(self, site: SiteId) -> messages.Message:
         """Return the message for a site in this process, which needs no encoding."""
-        bundle = self.bundle(site)
+        bundle = self._bundle(site)
         if self._last_size is None or self._last_size[0] is not bundle:
             self._last_size = bundle, messages.body_size(bundle)
         message = messages.Message(
@@ -43,11 +43,14 @@ class Outbox(Mapping[SiteId, bytes]):
 
     def take(self, site: SiteId) -> Bundle:
         """Return what the site was sent, and forget it."""
-        self.bundle(site)
+        self._bundle(site)
         return self._sent.pop(site)
 
-    def bundle(self, site: SiteId) -> Bundle:
-        """Return what the site is sent."""
+    def peek(self, site: SiteId) -> Bundle:
+        """Return what the site is sent, and keep it."""
+        return self._bundle(site)
+
+    def _bundle(self, site: SiteId) -> Bundle:
         if site not in self._sent:
             self._sent[site] = self.tensors(site)
         return self._sent[site]
