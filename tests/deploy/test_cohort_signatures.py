@@ -46,6 +46,7 @@ from tests.deploy.example_sites import (
     EVERY,
     EVERYTHING,
     SITES,
+    TABLE,
     Crossing,
     asked,
     beginning,
@@ -114,8 +115,12 @@ HONEST: dict[str, dict[str, Any]] = {
     "a cohort of two": {"cohort": 2},
 }
 
+LIGHT = ("fedavg", "a cohort of two")
 
-@pytest.mark.parametrize("case", HONEST)
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[] if name in LIGHT else [pytest.mark.heavy]) for name in HONEST]
+)
 def test_an_honest_run_is_the_simulated_one(case: str, home: Path, k: Path, tmp_path: Path) -> None:
     settings = {"rounds": 3, **HONEST[case]}
     allowed = {**EVERYTHING, "least_sites": 2} if "cohort" in settings else STRICT
