@@ -204,7 +204,7 @@ class ServerCohort:
             fields = answer.fields if isinstance(answer, messages.Message) else messages.decode_fields(answer)
         except Refused:
             return answer  # the round says what is wrong with it
-        round, received = int(str(order["round"])), outbox.peek(site)
+        round, received = int(str(order["round"])), outbox.bundle(site)
         cluster = self.algorithm.cluster_from_broadcast(received)
         if cluster not in self._sent:
             self._sent[cluster] = hash_shared_kinds(self.algorithm, received)

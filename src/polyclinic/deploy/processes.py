@@ -16,7 +16,7 @@ from pathlib import Path
 from polyclinic.core import EngineError, RecipeError, SiteId, StoreError
 from polyclinic.deploy.config import ServerConfig, is_loopback, parse_address
 from polyclinic.deploy.flower.client import SiteConnection
-from polyclinic.deploy.flower.server import FlowerEngine, LinkGrid, SuperLink
+from polyclinic.deploy.flower.server import FlowerEngine, SuperLink
 from polyclinic.deploy.provisioning.certificates import check_server_files, check_site_files, read_revoked_keys
 from polyclinic.deploy.provisioning.peer_list import read_peers
 from polyclinic.deploy.site.config import SiteConfig
@@ -101,7 +101,7 @@ def open_server(
             follower = threading.Thread(target=board.update_until_closed, args=(link,), daemon=True)
             follower.start()
             try:
-                yield SiteRegistration(link, FlowerEngine(LinkGrid(link), link.nodes, patience), board)
+                yield SiteRegistration(link, FlowerEngine(link, patience), board)
             finally:
                 board.closed.set()
                 follower.join(timeout=5)

@@ -16,7 +16,7 @@ from polyclinic.core import Failure, RecipeError, Refused, RoundFailed, SiteId, 
 from polyclinic.deploy.cohort import ServerCohort, hash_terms
 from polyclinic.deploy.provisioning.peer_list import peer_keys
 from polyclinic.federation.engines import Answer, Engine, RemoteExecution
-from polyclinic.federation.mailbox import Outbox
+from polyclinic.federation.mailbox import DividedMessages, Outbox, message_parts
 from polyclinic.federation.rounds import Watch
 from polyclinic.runs.experiment import Experiment, run_tracked
 from polyclinic.runs.remote_sites import RemoteSites, SiteProfile, find_misfits
@@ -323,7 +323,7 @@ class AnnouncedEngine:
         list(ask_sites(self.engine, fields, sorted(self.ready), patience))
 
 
-class ReadyMessages(Mapping[SiteId, bytes]):
+class ReadyMessages(DividedMessages):
     """The messages to sites that are ready, encoded when they are read."""
 
     def __init__(self, sent: Mapping[SiteId, bytes], ready: Iterable[SiteId]) -> None:
@@ -331,6 +331,13 @@ class ReadyMessages(Mapping[SiteId, bytes]):
 
     def __getitem__(self, site: SiteId) -> bytes:
         return self.sent[site]
+
+    def parts(self, site: SiteId) -> tuple[bytes, ...]:
+        return message_parts(self.sent, site)
+
+    def release_shared(self) -> None:
+        if isinstance(self.sent, DividedMessages):
+            self.sent.release_shared()
 
     def __iter__(self) -> Iterator[SiteId]:
         return iter(self.names)

@@ -116,7 +116,12 @@ def _encode_table(layout: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> by
 
 
 def encode_with_body(fields: Mapping[str, object], body: Body) -> bytes:
-    return _join_frame(fields, body.sha256, [body.data])
+    return b"".join(encode_parts(fields, body))
+
+
+def encode_parts(fields: Mapping[str, object], body: Body) -> tuple[bytes, bytes]:
+    """Return a message as its head and its body, so that messages to many sites can share the body."""
+    return b"".join(_encode_head(fields, body.sha256)), body.data
 
 
 def encode(fields: Mapping[str, object], bundle: Bundle) -> bytes:
@@ -124,12 +129,12 @@ def encode(fields: Mapping[str, object], bundle: Bundle) -> bytes:
     pieces, total = _body_views(bundle), hashlib.sha256()
     for piece in pieces:
         total.update(piece)
-    return _join_frame(fields, total.hexdigest(), pieces)
+    return b"".join((*_encode_head(fields, total.hexdigest()), *pieces))
 
 
-def _join_frame(fields: Mapping[str, object], checksum: str, body: Sequence[bytes | memoryview]) -> bytes:
+def _encode_head(fields: Mapping[str, object], checksum: str) -> tuple[bytes, bytes]:
     header = _encode_header(fields, checksum)
-    return b"".join((PREFIX.pack(MAGIC, len(header), hashlib.sha256(header).digest()), header, *body))
+    return PREFIX.pack(MAGIC, len(header), hashlib.sha256(header).digest()), header
 
 
 def _encode_header(fields: Mapping[str, object], checksum: str) -> bytes:
