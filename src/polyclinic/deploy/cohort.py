@@ -23,7 +23,7 @@ from polyclinic.core import Bundle, Failure, Refused, SiteId
 from polyclinic.federation.engines import Answer
 from polyclinic.federation.mailbox import Outbox
 from polyclinic.storage import messages
-from polyclinic.storage.files import append_durably
+from polyclinic.storage.files import append_line
 from polyclinic.storage.signatures import PeerKeys, SiteSigner
 
 PURPOSE, FIELD, AGAIN, FIELDS = "round", "signed", "signed again", "signatures"
@@ -134,7 +134,7 @@ class SiteCohort:
         named = _named(self.federation, self.run, round, self.signer.site, parts)
         signed = {**parts, "signature": self.signer.sign(PURPOSE, named)}
         if signed not in self._signed(round)[-1:]:
-            _append_row(self.path, {"round": round, **signed})
+            append_line(self.path, json.dumps({"round": round, **signed}))
         return signed
 
     def _signed(self, round: int) -> list[Statement]:
@@ -172,6 +172,9 @@ class ServerCohort:
     def show_statements(self, outbox: Outbox) -> None:
         """Put the statements of the round before into the orders."""
         self._sent = {}
+        oldest = min((int(str(fields["oldest_snapshot"])) for fields in outbox.fields.values()), default=0)
+        for round in [round for round in self.statements if 0 < round < oldest]:
+            del self.statements[round]  # no resume goes back so far; the file has them
         outbox.fields = {site: {**fields, FIELDS: self._shown(fields)} for site, fields in outbox.fields.items()}
 
     def _shown(self, order: Mapping[str, object]) -> dict[SiteId, Statement]:
@@ -221,13 +224,8 @@ class ServerCohort:
             return Failure("refused", str(refusal))
         if self.statements.setdefault(round, {}).get(site) != signed:
             self.statements[round][site] = signed
-            _append_row(self.path, {"round": round, "site": site, **signed})
+            append_line(self.path, json.dumps({"round": round, "site": site, **signed}))
         return None
-
-
-def _append_row(path: Path, row: Mapping[str, object]) -> None:
-    torn = path.exists() and path.stat().st_size and path.read_bytes()[-1:] != b"\n"
-    append_durably(path, (("\n" if torn else "") + json.dumps(row) + "\n").encode())
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:

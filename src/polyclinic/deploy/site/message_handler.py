@@ -17,7 +17,7 @@ from typing import Any
 from polyclinic.algorithms.base import Algorithm
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import DataError, PolyclinicError, Refused, StoreError, __version__, failpoint
-from polyclinic.deploy.cohort import FIELD, FIELDS, SiteCohort, hash_shared_kinds, hash_terms
+from polyclinic.deploy.cohort import FIELD, FIELDS, SiteCohort, Statement, hash_shared_kinds, hash_terms
 from polyclinic.deploy.site.config import SiteConfig, with_remedy
 from polyclinic.deploy.site.images import build_site_profile, load_own_site
 from polyclinic.deploy.site.keys import SiteKeys, erase_run_key
@@ -172,15 +172,16 @@ class SiteMessageHandler:
         check_round_fields(fields, part.recipe, self.site)
         purpose, round = str(fields["purpose"]), int(fields["round"])
         kept, asked = self._run_folder(run) / f"last-{purpose}", hashlib.sha256(data).hexdigest()
-        former = _cached_reply(kept, asked)
+        former, cohort = _cached_reply(kept, asked), self._check_cohort(run, round, fields)
         if former is None:
-            cohort = self._check_cohort(run, round, fields)
             answer = part.train(message) if purpose == "train" else part.evaluate(message)
-            if cohort is not None and purpose == "train":
-                answer = _sign_reply(answer, cohort, message, part.setup.algorithm)
         else:
             answer = messages.decode(former)
         kinds = part.check_reply(answer)
+        if cohort is not None and purpose == "train":
+            signed = _sign_order(cohort, message, part.setup.algorithm)
+            if answer.fields.get(FIELD) != signed:  # the order was repeated with statements of other sites
+                answer, former = messages.Message({**answer.fields, FIELD: signed}, answer.tensors), None
         reply = former or messages.encode(answer.fields, answer.tensors)
         spent = part.account.epsilon_spent() if part.account is not None and purpose == "train" else None
         self.releases.record_release(reply, kinds, run=run, round=round, purpose=purpose, epsilon=spent)
@@ -331,13 +332,10 @@ class SiteMessageHandler:
             self.site_log.append_line("\n".join(filter(None, (f"{timestamp()} {sentence}", details))))
 
 
-def _sign_reply(
-    answer: messages.Message, cohort: SiteCohort, order: messages.Message, algorithm: Algorithm
-) -> messages.Message:
-    """Add to a reply this site's statement on what it received."""
+def _sign_order(cohort: SiteCohort, order: messages.Message, algorithm: Algorithm) -> Statement:
+    """Return this site's statement on what it received."""
     weights, cluster = hash_shared_kinds(algorithm, order.tensors), algorithm.cluster_from_broadcast(order.tensors)
-    signed = cohort.sign_round(int(order.fields["round"]), cluster, weights, order.fields.get(FIELDS, {}))
-    return messages.Message({**answer.fields, FIELD: signed}, answer.tensors)
+    return cohort.sign_round(int(order.fields["round"]), cluster, weights, order.fields.get(FIELDS, {}))
 
 
 def _cached_reply(kept: Path, asked: str) -> bytes | None:
