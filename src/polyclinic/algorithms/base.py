@@ -109,6 +109,8 @@ class Algorithm(ABC):
     """Whether it trains on the images of all sites in one place: a baseline, which hospitals cannot run."""
     unused_options: ClassVar[dict[str, tuple[str, ...]]] = {}
     """Options without effect, by `variant`."""
+    scalars: ClassVar[tuple[str, ...]] = ()
+    """The names of all `Update.scalars`. A real site sends no other, and these only if its policy names them."""
 
     def __post_init__(self) -> None:
         check_options(self, "algorithm.")

@@ -111,6 +111,7 @@ def serve_site(
     answer: Callable[[bytes], bytes],
     report: Callable[[str], None],
     is_idle: Callable[[], bool] = lambda: False,
+    note_absence: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a site until SIGTERM or Ctrl-C.
 
@@ -119,6 +120,7 @@ def serve_site(
         answer: Turns a message into a reply (`SiteMessageHandler.answer_message`).
         report: Is called with a sentence whenever the state of the connection changes.
         is_idle: Whether the site takes part in no run at the moment.
+        note_absence: Is called whenever the connection was interrupted (`SiteMessageHandler.note_absence`).
     """
     for name in ("server", "key") if config.insecure else ("server", "key", "ca"):
         if not getattr(config, name):
@@ -156,6 +158,7 @@ def serve_site(
             report_state,
             is_idle,
             (config.federation, config.site),
+            note_absence,
         )
         with log_to_file(config.folder / "flower.log"), terminate_as_interrupt():
             try:

@@ -171,7 +171,8 @@ class Enrolment:
             return
         common, plan = next(iter(self.profiles.values())), {"noise": 0.0, "metrics_noise": None, "holders": 1}
         shape = {"classes": list(common.classes), "channels": common.channels, "size": common.size}
-        fields = {"purpose": "begin", "run": UNFIT, **shape, "plan": self.recipe.privacy and plan}
+        sites = [*self.profiles, site]
+        fields = {"purpose": "begin", "run": UNFIT, **shape, "sites": sites, "plan": self.recipe.privacy and plan}
         for _, answer in self._send_recipe(fields, [site]):
             if not isinstance(answer, Failure):
                 list(ask_sites(self.remote.engine, {"purpose": "end", "run": UNFIT}, [site], self.remote.deadline))
@@ -224,6 +225,7 @@ def _begin_fields(experiment: Experiment) -> dict[str, object]:
         "classes": list(dataset.classes),
         "channels": dataset.channels,
         "size": dataset.size,
+        "sites": list(dataset.sites),
         "plan": plan
         and {
             "noise": plan.noise,

@@ -94,6 +94,7 @@ class SiteConnection:
         report: Is called with a sentence whenever the state of the connection changes.
         is_idle: Whether the site takes part in no run at the moment.
         names: The names of federation and site in site.yaml, which the server compares with the owner of the key.
+        note_absence: Is called whenever the connection was interrupted.
     """
 
     def __init__(
@@ -106,7 +107,9 @@ class SiteConnection:
         report: Callable[[str], None] = lambda _: None,
         is_idle: Callable[[], bool] = lambda: False,
         names: tuple[str, str] | None = None,
+        note_absence: Callable[[], None] = lambda: None,
     ) -> None:
+        self.note_absence = note_absence
         self.server, self.folder, self.report, self.is_idle = server, folder, report, is_idle
         self.stop = threading.Event()
         private = read_private_key(key)
@@ -132,6 +135,7 @@ class SiteConnection:
                         while not self.stop.is_set():
                             self._answer_messages(node)
                 except Disconnected as reason:
+                    self.note_absence()
                     is_over = was_connected and self.is_idle()
                     sentence = f"{self.server} has closed; waiting for the next run" if is_over else str(reason)
                     if sentence != reported:

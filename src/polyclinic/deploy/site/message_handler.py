@@ -6,7 +6,6 @@ or data of a patient. `policy.py` decides what may leave.
 """
 
 import contextlib
-import hashlib
 import logging
 import shutil
 import traceback
@@ -26,8 +25,9 @@ from polyclinic.deploy.site.message_checks import (
     read_run_id,
     read_terms,
 )
+from polyclinic.deploy.site.orders import Order, OrderBook, RunHistory, RunRules
 from polyclinic.deploy.site.participation import Participation, ReleasePreview, RunTerms
-from polyclinic.deploy.site.policy import check_recipe, recipe_digest
+from polyclinic.deploy.site.policy import check_approved, check_recipe, read_approvals, recipe_digest
 from polyclinic.deploy.site.release_log import FAILED, LOG, REFUSED, ReleaseLog, RotatingLog, timestamp
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.storage import messages
@@ -54,6 +54,9 @@ class SiteMessageHandler:
         self.keys = SiteKeys(config.folder)
         self.releases = ReleaseLog(config.folder)
         self.site_log = RotatingLog(config.folder / LOG)
+        self.history = RunHistory(config.folder)
+        self._attended: set[str] = set()
+        """The runs, and recipes enrolled for, since whose last message the site has been connected all the time."""
         self._open: Participation | None = None
         self._images: tuple[str, tuple[str, ...] | None, FederatedDataset] | None = None
         make_folder(config.folder, 0o700)
@@ -80,15 +83,20 @@ class SiteMessageHandler:
                 run, "error", f"{self.site} met a mistake in its own program; its log has the details"
             )
 
+    def note_absence(self) -> None:
+        """Remember that the connection was interrupted: rounds may have passed without this site."""
+        self._attended.clear()
+
     def preview_releases(self, recipe: Recipe) -> list[ReleasePreview]:
-        """List what would leave this site if the recipe ran, kind by kind; raises what a run would raise."""
-        check_recipe(recipe, self.site, self.config.allow, self.config.budget)
+        """List what would leave this site if the recipe were approved and ran; raises what a run would raise."""
+        check_recipe(recipe, self.site, self.config.allow, self.config.budget, approved=None)
         return self._rehearse_run(recipe, self._load_images(recipe)).preview_releases()
 
     def _rehearse_run(self, recipe: Recipe, own: FederatedDataset) -> Participation:
         """Take part in a run of this site alone, without training; raises `Refused` if the budget cannot pay for it."""
         terms = RunTerms("preview", recipe, own.classes, own.channels, own.size)
         part = Participation(self.config, terms, own, RamMemory(), lambda: 0)  # which draws no noise
+        part.check_terms()
         if part.account is not None:
             part.account.check_whole_run()
         return part
@@ -118,6 +126,8 @@ class SiteMessageHandler:
             "", card=build_site_profile(own, self.site, __version__, self.keys.mark_images(own.fingerprint))
         )
         self.releases.record_release(reply, {CARD: len(reply)}, run="", round=0, purpose="enrol", epsilon=None)
+        self.history.record_enrolment(recipe_digest(recipe))
+        self._attended.add(recipe_digest(recipe))
         self._write_log(f"enrolled for the recipe {recipe.name!r:.100} ({recipe.algorithm.name})")
         return reply
 
@@ -128,7 +138,10 @@ class SiteMessageHandler:
         kept = self._run_folder(terms.run) / "begin.pcl"
         if kept.exists() and self._load_terms(terms.run).digest != terms.digest:
             raise Refused("run", f"{self.site} has begun the run {terms.run} under other terms; end it first")
+        if not kept.exists():
+            self.history.check_begin(self.site, self.config.allow)
         part = self._join_run(terms)
+        part.check_terms()
         if part.account is not None:
             part.account.check_whole_run()
         if not kept.exists():
@@ -139,32 +152,47 @@ class SiteMessageHandler:
             write_atomically(kept.with_name("images"), self.keys.mark_images(part.setup.dataset.fingerprint).encode())
             if terms.recipe.privacy is not None:
                 self.keys.begin_run(kept.parent, terms.digest)
+            self.history.record_begin()
             write_atomically(kept, data)
             failpoint("run-begun")
+            if terms.recipe_digest in self._attended or not self.history.has_enrolled(terms.recipe_digest):
+                self._attended.add(terms.run)  # else rounds may have passed since it enrolled
             self._write_log(f"began run {terms.run}: {terms.recipe.name!r:.100} ({terms.recipe.algorithm.name})")
         return self._encode_reply(terms.run, ready=True)
 
-    def _handle_round(self, message: messages.Message, data: bytes) -> bytes:
-        """Train for a round, or predict. A repeated message gets the same bytes again, and costs nothing."""
+    def _handle_round(self, message: messages.Message, _: bytes) -> bytes:
+        """Train for a round, or predict. The last order again gets the same bytes again, and costs nothing."""
         fields, run = message.fields, read_run_id(message.fields)
         part = self._open_participation(run)
+        check_approved(part.terms.recipe_digest, self.site, self._approved_recipes())
         check_round_fields(fields, part.recipe, self.site)
-        purpose, round = str(fields["purpose"]), int(fields["round"])
-        kept, asked = self._run_folder(run) / f"last-{purpose}", hashlib.sha256(data).hexdigest()
-        former = _cached_reply(kept, asked)
+        purpose, order = str(fields["purpose"]), Order.from_message(message)
+        kept, book = self._run_folder(run) / f"last-{purpose}", self._open_book(part)
+        book.check(order, was_away=run not in self._attended)
+        former = _cached_reply(kept, order.digest)
         if former is None:
+            part.check_order(message)
             answer = part.train(message) if purpose == "train" else part.evaluate(message)
         else:
             answer = messages.decode(former)
         kinds = part.check_reply(answer)
         reply = former or messages.encode(answer.fields, answer.tensors)
+        if former is None:
+            book.record(order)
+        self._attended.add(run)
         spent = part.account.epsilon_spent() if part.account is not None and purpose == "train" else None
         self.releases.record_release(
-            reply, kinds, run=run, round=round, purpose=purpose, epsilon=spent, repeated=former is not None
+            reply, kinds, run=run, round=order.round, purpose=purpose, epsilon=spent, repeated=former is not None
         )
         if former is None:
-            write_atomically(kept, asked.encode() + reply)
+            write_atomically(kept, order.digest.encode() + reply)
         return reply
+
+    def _open_book(self, part: Participation) -> OrderBook:
+        run, allow = part.terms.run, self.config.allow
+        return OrderBook(
+            self._run_folder(run), RunRules.from_recipe(part.recipe, allow, self.site, run, part.takes_part)
+        )
 
     def _handle_end(self, message: messages.Message, _: bytes) -> bytes:
         run = read_run_id(message.fields)
@@ -176,8 +204,11 @@ class SiteMessageHandler:
 
     def _read_allowed_recipe(self, fields: Mapping[str, object]) -> Recipe:
         recipe = read_recipe(fields, self.site)
-        check_recipe(recipe, self.site, self.config.allow, self.config.budget)
+        check_recipe(recipe, self.site, self.config.allow, self.config.budget, self._approved_recipes())
         return recipe
+
+    def _approved_recipes(self) -> set[str]:
+        return {approval.digest for approval in read_approvals(self.config.folder)}
 
     def _open_participation(self, run: str) -> Participation:
         """The participation in a run: from memory, or restored from its stored terms."""
@@ -203,7 +234,8 @@ class SiteMessageHandler:
             raise StoreError(
                 f"{path} cannot be read ({error}); remove its folder and have the run begun anew"
             ) from None
-        check_recipe(terms.recipe, self.site, self.config.allow, self.config.budget)  # the policy may have changed
+        allow, approved = self.config.allow, self._approved_recipes()  # which may have changed
+        check_recipe(terms.recipe, self.site, allow, self.config.budget, approved)
         return terms
 
     def _join_run(self, terms: RunTerms) -> Participation:
