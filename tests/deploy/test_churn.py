@@ -49,7 +49,8 @@ class Mortal(MemoryGrid):
 
     def __init__(self, home: Path, state: str, ends: Mapping[SiteId, str]) -> None:
         self.nodes = {site: 100 + number for number, site in enumerate(TEN)}
-        super().__init__({self.nodes[site]: desk.answer_message for site, desk in desks(home, state, TEN).items()})
+        self.desks = {self.nodes[site]: desk for site, desk in desks(home, state, TEN).items()}
+        super().__init__({node: desk.answer_message for node, desk in self.desks.items()})
         self.ends = {self.nodes[site]: way for site, way in ends.items()}
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -59,11 +60,16 @@ class Mortal(MemoryGrid):
         node = self.sent[name].metadata.dst_node_id
         way = "" if node in self.away or not fatal(self.sent[name]) else self.ends.get(node, "")
         if way == "before":
-            self.away.add(node)
+            self.disconnect(node)
         replies = list(super().pull_messages([name]))
         if way:
-            self.away.add(node)
+            self.disconnect(node)
         return [] if way == "during" else replies
+
+    def disconnect(self, node: int) -> None:
+        """End a site's connection, which its own process notices when it connects again."""
+        self.away.add(node)
+        self.desks[node].note_absence()
 
 
 def fatal(message: Message) -> bool:

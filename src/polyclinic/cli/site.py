@@ -62,7 +62,7 @@ def join(
         if rehearsed is not None:
             _print_releases(handler, polyclinic.Recipe.load(find_recipe(rehearsed)), as_json)
             if not as_json:
-                out.print(Text(f"to approve it: polyclinic site approve {site} {rehearsed}"), soft_wrap=True)
+                out.print(Text("to approve it: polyclinic site approve SITE.yaml RECIPE"), soft_wrap=True)
             return
         try:
             serve_site(config, handler.answer_message, log, lambda: handler.is_idle, handler.note_absence)

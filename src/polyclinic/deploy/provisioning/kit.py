@@ -19,6 +19,8 @@ from polyclinic.core import SiteId, __version__
 from polyclinic.deploy.config import FederationConfig, join_host_port, site_folder_name
 
 FLWR = "1.41.0"
+LEAST_SITES = 3
+"""A site takes part with no fewer sites, unless its federation had fewer when its kit was made."""
 SECRET, PLAIN, PROGRAM = 0o600, 0o644, 0o755
 SOURCE = "The versions come from a Python package index: PyPI, or your site's mirror of it (`PIP_INDEX_URL`)."
 CARRIED = (
@@ -53,6 +55,7 @@ def build_site_kit(
         "site": site,
         "folder": folder,
         "site_quoted": quote_yaml(site),
+        "least_sites": str(min(LEAST_SITES, len(federation.sites))),
         "role": "site",
         "place": f"/opt/polyclinic/{folder}",
         "purpose": "joins the federation",

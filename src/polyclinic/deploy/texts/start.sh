@@ -15,4 +15,11 @@ if [ ! -e .venv/polyclinic-@{version} ]; then
 fi
 [ "${1:-}" != --install ] || exit 0
 export POLYCLINIC_CACHE="${POLYCLINIC_CACHE:-$PWD/state/cache}"
+case "${1:-}" in
+approve | allow-round) # at a site: sh start.sh approve RECIPE.yaml
+    word=$1
+    shift
+    exec .venv/bin/polyclinic site "$word" site.yaml "$@"
+    ;;
+esac
 exec .venv/bin/polyclinic @{command} "$@"
