@@ -18,6 +18,7 @@ import torch
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import Bundle, Refused, SiteId, StoreError
 from polyclinic.deploy.site.policy import Allow
+from polyclinic.runs.assemble import given_digest
 from polyclinic.storage import messages
 from polyclinic.storage.files import make_folder, write_json
 
@@ -302,11 +303,10 @@ def check_first_weights(sent: Bundle, own: Bundle, digest: str | None, site: Sit
         digest: The SHA-256 that the recipe names, if its first weights are given (`model.sha256`).
         site: The site's name.
     """
-    found = messages.hash_tensors(sent)
     if digest is not None:
-        if found != digest:
+        if given_digest(sent, own) != digest:
             raise Refused("weights", f"the first weights sent to {site} are not those whose SHA-256 the recipe names")
-    elif found != messages.hash_tensors(own) and not _nearly_equal(sent, own):
+    elif messages.hash_tensors(sent) != messages.hash_tensors(own) and not _nearly_equal(sent, own):
         raise Refused("weights", f"the first weights sent to {site} are not those that the recipe's seed makes")
 
 

@@ -46,14 +46,13 @@ from polyclinic.federation.job_loop import JobLoop
 from polyclinic.federation.rounds import draw_cohort
 from polyclinic.federation.site_runner import SiteRunner, drive_jobs
 from polyclinic.privacy.plan import PrivacyPlan
-from polyclinic.runs.assemble import RunSetup, assemble, round_options
+from polyclinic.runs.assemble import RunSetup, assemble, initial_states, inner_algorithm, round_options
 from polyclinic.runs.networks import device_of, recipe_for_site
 from polyclinic.runs.privacy_plan import bind_plan, noise_secret
 from polyclinic.runs.privacy_record import list_releases
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.storage import messages
 from polyclinic.storage.site_memory import SiteMemory
-from polyclinic.training.network import normalisation_names
 
 FIELD_KINDS = {"report": METRICS, "scalars": "scalars"}
 """The kinds of data in a reply's fields. Scalars are numbers that an algorithm needs, such as its number of steps."""
@@ -213,7 +212,7 @@ class Participation:
 
     def _given_digest(self, cluster: str) -> str | None:
         """The SHA-256 of first weights that the recipe takes from elsewhere than its seed."""
-        return None
+        return self.terms.recipe.trained_models[cluster].sha256
 
     def _templates_after_last_round(self, cluster: str) -> Bundle:
         """What comes with the order for evaluation: the final weights, and the student or all sites' models."""
@@ -327,23 +326,12 @@ class Participation:
     @cached_property
     def _initial_states(self) -> dict[str, Bundle]:
         """For each cluster the server's state before round 1. It depends on other sites by their names only."""
-        own, networks, states = self.setup.federation.sites, self.setup.networks, {}
-        for cluster, live in networks.by_cluster.items():
-            members = [s for s in self.terms.sites if not cluster or networks.cluster_of(s, 1) == cluster]
-            states[cluster] = self._inner_algorithm.init(
-                replace(
-                    self.setup.federation,
-                    sites={s: own.get(s, 1) for s in members} or own,
-                    initial=live.copy_weights(),
-                    norms=normalisation_names(live.module),
-                    features=networks.shapes[cluster],
-                )
-            )
-        return states
+        own = self.setup.federation.sites
+        return initial_states(self.setup, {site: own.get(site, 1) for site in self.terms.sites} or own)
 
     @property
     def _inner_algorithm(self) -> Algorithm:
-        return self.setup.algorithm.inner if isinstance(self.setup.algorithm, Clustered) else self.setup.algorithm
+        return inner_algorithm(self.setup.algorithm)
 
     def preview_releases(self) -> list[ReleasePreview]:
         """List everything that would leave the site."""

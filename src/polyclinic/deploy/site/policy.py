@@ -188,13 +188,16 @@ def check_recipe(
         raise Refused(
             "policy", f"{site} does not allow the algorithm {name}; add it to allow.algorithms in the site's site.yaml"
         )
-    for model in (recipe.model, *(cluster.model for cluster in recipe.clusters.values())):
+    for model in recipe.trained_models.values():
         if allow.models != "all" and model.name not in allow.models:
             raise Refused(
                 "policy",
                 f"{site} does not allow the model {model.name}; add it to allow.models in the site's site.yaml",
             )
     _check_extent(recipe, site, allow)
+    for cluster, section in recipe.trained_models.items():
+        if section.starts_elsewhere and section.sha256 is None:
+            raise Refused("weights", unnamed_weights(f"clusters.{cluster}.model" if cluster else "model"))
     if approved is not None:
         check_approved(recipe_digest(recipe), site, approved)
     sent = (*(e.kind for e in algorithm.exchanges()), *algorithm.scalars)
@@ -211,6 +214,14 @@ def _check_extent(recipe: Recipe, site: SiteId, allow: Allow) -> None:
         )
     if recipe.cohort is not None and recipe.cohort < allow.least_sites:
         raise Refused("policy", _too_few_sites(f"a round of this recipe has {recipe.cohort}", site, allow))
+
+
+def unnamed_weights(place: str) -> str:
+    """The sentence about first weights that a site can neither make nor recognise; `place`: their section's key."""
+    return (
+        f"{place} starts from given weights (weights or pretrain), which sites cannot make themselves; add "
+        f"{place}.sha256, which `polyclinic weights hash RECIPE` prints"
+    )
 
 
 def check_sites(sites: Collection[SiteId], site: SiteId, allow: Allow) -> None:
