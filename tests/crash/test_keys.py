@@ -134,6 +134,23 @@ def test_killed_as_a_run_ends(answer: Answer, home: Path, orders: list[bytes]) -
     assert key_of(site) != key, "the same run again is a run of its own"
 
 
+@pytest.mark.parametrize("point", ["site-trained", "order-recorded"])
+def test_a_kill_makes_no_site_forget_what_it_answered(
+    answer: Answer, home: Path, orders: list[bytes], point: str
+) -> None:
+    """Before an answer is recorded none has left; from then on its round has these contents."""
+    site = config(home, "hill", f"order {point}")
+    assert answer(site, orders[:2]) == 0
+    assert answer(site, orders[2:3], point) == KILLED
+    assert len((site.folder / "releases.jsonl").read_text().splitlines()) == 1, "nothing of round 2 has left"
+    message = messages.decode(orders[2])
+    moved = {kind: {name: tensor * 1.01 for name, tensor in group.items()} for kind, group in message.tensors.items()}
+    reply = said(ApprovingHandler(site).answer_message(messages.encode(message.fields, moved)))
+    assert ("was answered before" in reply.get("why", "")) == (point == "order-recorded")
+    if point == "order-recorded":
+        assert "failure" not in said(ApprovingHandler(site).answer_message(orders[2]))
+
+
 def test_an_unfinished_key_of_a_kill_is_erased(home: Path, orders: list[bytes]) -> None:
     site = config(home, "hill", "unfinished")
     site.folder.mkdir()

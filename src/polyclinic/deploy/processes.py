@@ -120,7 +120,7 @@ def serve_site(
         answer: Turns a message into a reply (`SiteMessageHandler.answer_message`).
         report: Is called with a sentence whenever the state of the connection changes.
         is_idle: Whether the site takes part in no run at the moment.
-        note_absence: Is called whenever the connection was interrupted (`SiteMessageHandler.note_absence`).
+        note_absence: Is called when rounds may have passed without the site (`SiteMessageHandler.note_absence`).
     """
     for name in ("server", "key") if config.insecure else ("server", "key", "ca"):
         if not getattr(config, name):

@@ -62,6 +62,8 @@ HEARTBEAT_SECONDS = HEARTBEAT_MIN_INTERVAL
 """A site that is silent for twice as long counts as away. Flower accepts no shorter interval."""
 MAX_CLOCK_LEAD = 5
 """Seconds that a site's clock may be ahead before Flower rejects its signatures."""
+SLOW_SECONDS = 5.0
+"""A reply that took longer may have come too late: then rounds have passed without this site, as in an absence."""
 TLS_PROBLEMS = {
     9: "the server's certificate is not valid yet; set this machine's clock",
     10: "the server's certificate has expired; ask the coordinator to run `polyclinic provision rotate KITS server`",
@@ -94,7 +96,7 @@ class SiteConnection:
         report: Is called with a sentence whenever the state of the connection changes.
         is_idle: Whether the site takes part in no run at the moment.
         names: The names of federation and site in site.yaml, which the server compares with the owner of the key.
-        note_absence: Is called whenever the connection was interrupted.
+        note_absence: Is called whenever the connection was interrupted, or a reply may have come too late.
     """
 
     def __init__(
@@ -189,6 +191,8 @@ class SiteConnection:
         reply = build_reply(message, self.answer)
         with self._translate_errors():
             self._push_reply(node, reply, time.perf_counter() - begun)
+        if time.perf_counter() - begun > SLOW_SECONDS:
+            self.note_absence()
 
     def _pull_message(self, node: Node) -> Message | None:
         """The next message; None if there was none for as long as the server holds the request open."""

@@ -84,7 +84,7 @@ class SiteMessageHandler:
             )
 
     def note_absence(self) -> None:
-        """Remember that the connection was interrupted: rounds may have passed without this site."""
+        """Remember that rounds may have passed without this site: it was not connected, or slower than others."""
         self._attended.clear()
 
     def preview_releases(self, recipe: Recipe) -> list[ReleasePreview]:
@@ -179,6 +179,7 @@ class SiteMessageHandler:
         reply = former or messages.encode(answer.fields, answer.tensors)
         if former is None:
             book.record(order)
+            failpoint("order-recorded")
         self._attended.add(run)
         spent = part.account.epsilon_spent() if part.account is not None and purpose == "train" else None
         self.releases.record_release(
