@@ -143,8 +143,12 @@ def kit_site(kits: Path, folder: Path, table: Path, **allow: Any) -> tuple[SiteM
 
 
 def attack(kits: Path, folder: Path, table: Path, found: Recipe | None = None, **allow: Any) -> EvilServer:
-    """A server that has begun the honest recipe, which the site's people approved."""
-    desk, told = kit_site(kits, folder, table, **allow)
+    """A server that has enrolled a site for the honest recipe, which the site's people approved.
+
+    This site asks for no other sites' signatures, as if a server that plays with it alone had them: that it has not,
+    and gets nothing, is another test's.
+    """
+    desk, told = kit_site(kits, folder, table, **{"least_sites": 1, **allow})
     server = EvilServer(desk, told, found or Recipe.from_values(HONEST))
     approve(desk.config.folder, server.recipe)
     assert "card" in server.enrol()
@@ -191,7 +195,6 @@ ATTACKS: dict[str, tuple[str, Any]] = {
     "metrics of training images": ("validation images only", lambda s, w: s.order("train", 3, w, parts=["train"])),
     "evaluation before the end": ("asks for the evaluation, which follows", lambda s, w: s.order("evaluate", 3, w)),
     "evaluation at the end of nothing": ("leaves out round 3", lambda s, w: s.order("evaluate", 6, w)),
-    "a cohort of one": ("this run has 1", lambda s, w: s.begin(run="alone", sites=["hill"])),
     "a run of others": ("list of sites lacks hill", lambda s, w: s.begin(run="others", sites=["a", "b", "c"])),
     "the site thrice": ("names a site twice", lambda s, w: s.begin(run="thrice", sites=["hill"] * 3)),
     "another recipe": ("nobody at hill has approved", lambda s, w: s.enrol(Recipe.from_values(ONE_IMAGE))),
@@ -232,6 +235,17 @@ def test_every_attack_is_refused_by_name_and_tells_nothing(kits: Path, scans: li
         assert "failure" not in server.order("train", 3, play_on(server)), "and the honest run goes on"
         answers.append(found)
     assert answers[0] == answers[1]
+
+
+def test_a_server_alone_with_a_site_gets_nothing(kits: Path, scans: list[Path], tmp_path: Path) -> None:
+    """With the kit's own policy, whole and unchanged."""
+    server = attack(kits, tmp_path, scans[0], least_sites=3)
+    assert "takes part with at least 3 sites, and this run has 1" in server.begin(run="alone", sites=["hill"])["why"]
+    assert server.begin()["ready"]
+    reply = server.order("train", 1, server.first_weights())
+    assert reply["why"].startswith("cohort: hill asks for 3 sites, but has no keys of others by which to count them")
+    assert server.last() == {}
+    assert [row["purpose"] for row in server.desk.releases.read_entries()] == ["enrol"]
 
 
 def play_on(server: EvilServer) -> Bundle:

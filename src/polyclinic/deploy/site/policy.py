@@ -54,7 +54,8 @@ class Allow(BaseModel):
     least_images: int = Field(LEAST_IMAGES, ge=1)
     """The fewest training images that every training job of a round uses."""
     least_sites: int = Field(3, ge=1)
-    """The fewest sites, this one included, that a run announces and that a round may have."""
+    """The fewest sites, this one among them, that a run announces and that must have signed the round before; 1: this
+    site may be alone."""
     rounds: int = Field(500, ge=1)
     """The most rounds that a recipe may have."""
     runs_per_day: int = Field(4, ge=1)
