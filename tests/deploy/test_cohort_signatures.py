@@ -47,6 +47,7 @@ from tests.deploy.example_sites import (
     EVERYTHING,
     SITES,
     TABLE,
+    ApprovingHandler,
     Crossing,
     asked,
     beginning,
@@ -88,7 +89,7 @@ def configured(home: Path, k: Path, site: SiteId, state: str, **settings: Any) -
 
 
 def signing(home: Path, k: Path, state: str, **settings: Any) -> dict[SiteId, SiteMessageHandler]:
-    return {site: SiteMessageHandler(configured(home, k, site, state, **settings)) for site in SITES}
+    return {site: ApprovingHandler(configured(home, k, site, state, **settings)) for site in SITES}
 
 
 def listed(k: Path) -> Callable[[], dict[str, object] | None]:
@@ -501,7 +502,7 @@ def _openssh(signer: SiteSigner) -> str:
 
 def test_a_site_without_keys_of_others_is_alone_only_if_it_says_so(home: Path, tmp_path: Path) -> None:
     for least in (1, 3):
-        desk = SiteMessageHandler(
+        desk = ApprovingHandler(
             config(home, "hill", f"{tmp_path.name} {least}", allow={**EVERYTHING, "least_sites": least})
         )
         found = HostileServer(home, {"hill": desk})
