@@ -421,6 +421,39 @@ def test_a_site_that_signs_something_else_is_named_and_stops_nobody(
     assert all("signature" in info["why"] for info in seen if info["site"] == "hill")
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"cohort": "a" * 10**6},
+        {"cohort": "0"},
+        {"weights": 3},
+        {"signature": "A" * 10**5},
+        {"signed again": {"round": [1]}},
+        {"signed again": {"round": 10**9}},
+        {"signed again": 7},
+    ],
+    ids=lambda wrong: "".join(wrong),
+)
+def test_what_a_site_says_of_the_terms_stops_nobody_either(
+    wrong: dict[str, Any], home: Path, k: Path, tmp_path: Path
+) -> None:
+    """A statement travels to all other sites: it is small and whole, or the site is done without."""
+    crossing = Crossing(signing(home, k, tmp_path.name, allow={**EVERYTHING, "least_sites": 2}))
+
+    def answer(site: SiteId, data: bytes) -> bytes | Failure:
+        reply = crossing.answer(site, data)
+        if site != "hill" or messages.decode(data).fields["purpose"] != "begin" or isinstance(reply, Failure):
+            return reply
+        fields = dict(messages.decode(reply).fields)
+        again = {name: value for name, value in wrong.items() if name == "signed again"}
+        return messages.encode({**fields, FIELD: {**fields[FIELD], **wrong}, **again}, {})
+
+    assert played(k, answer, tmp_path / "run", rounds=2, quorum=2)
+    orders = [messages.decode(data).fields for site, data in crossing.sent if site == "lake"]
+    shown = [set(fields[FIELDS]) for fields in orders if fields.get("round") == 1 and fields["purpose"] == "train"]
+    assert shown == [set(SITES) if "signed again" in wrong else {"harbour", "lake"}]
+
+
 # ---- the list of sites ----------------------------------------------------------------------------------------------
 
 
@@ -485,7 +518,7 @@ def test_a_coordinator_can_invent_sites_unless_people_have_pinned_them(home: Pat
         begun = said(desks["hill"].answer_message(beginning(found.made, "hill", {"peers": values})))
         terms = begun[FIELD]["weights"]
         for site, signer in invented.items():
-            parts = {"cluster": "", "weights": terms, "cohort": "0"}
+            parts = {"cluster": "", "weights": terms, "cohort": 64 * "0"}
             ids = {"federation": "north-sea", "run": found.made.run_id(), "round": 0, "site": site}
             found.shown[site] = {**parts, "signature": signer.sign("round", {**ids, **parts})}
         found.shown["hill"] = begun[FIELD]

@@ -11,6 +11,7 @@ alone, nor send it other weights than the rest, for longer than one round.
 
 import hashlib
 import json
+import re
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
@@ -29,6 +30,7 @@ from polyclinic.storage.signatures import PeerKeys, SiteSigner
 PURPOSE, FIELD, AGAIN, FIELDS = "round", "signed", "signed again", "signatures"
 """The purpose of a statement, the fields of a reply that hold it, and the field of an order that holds those of all."""
 PARTS = ("cluster", "weights", "cohort", "signature")
+SHA256, LONGEST_NAME = re.compile("[0-9a-f]{64}"), 200
 Statement: TypeAlias = Mapping[str, str]
 
 
@@ -60,6 +62,8 @@ def _named(federation: str, run: str, round: int, site: SiteId, signed: Mapping[
 def _read_statement(found: object) -> Statement:
     if not isinstance(found, dict) or not all(isinstance(found.get(part), str) for part in PARTS):
         raise Refused("signature", "a statement of a site lacks a part")
+    if not all(SHA256.fullmatch(found[part]) for part in PARTS[1:3]) or len(found["cluster"]) > LONGEST_NAME:
+        raise Refused("signature", "a statement of a site has a part that is no SHA-256, or too long a name")
     return {part: found[part] for part in PARTS}
 
 
@@ -164,6 +168,7 @@ class ServerCohort:
     statements: dict[int, dict[SiteId, Statement]] = field(default_factory=dict)
     _sent: dict[str, str] = field(default_factory=dict)
     """By cluster, the hash of the weights of the round that is under way."""
+    _unsaved: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for row in _read_rows(self.path):
@@ -181,6 +186,12 @@ class ServerCohort:
         found = self.statements.get(int(str(order["round"])) - 1, {})
         return {site: found[site] for site in sorted(found)}
 
+    def save(self) -> None:
+        """Write the statements that have come to the file, before the round that they are of can count."""
+        if self._unsaved:
+            append_line(self.path, "\n".join(self._unsaved))
+            self._unsaved.clear()
+
     def take_terms(self, site: SiteId, reply: Mapping[str, object]) -> Failure | None:
         """Keep a site's statement on the terms; return why it does not count, if so.
 
@@ -188,8 +199,8 @@ class ServerCohort:
         """
         wrong = self._take(site, 0, reply, {"cluster": "", "weights": self.terms})
         again = reply.get(AGAIN)
-        if wrong is None and isinstance(again, dict):
-            former = self.statements.get(again.get("round", 0), {}).get(site)
+        if wrong is None and isinstance(again, dict) and type(again.get("round")) is int:
+            former = self.statements.get(again["round"], {}).get(site)
             if former is not None:
                 right = {part: former[part] for part in PARTS[:3]}
                 return self._take(site, again["round"], {FIELD: again}, right)
@@ -197,8 +208,8 @@ class ServerCohort:
 
     def take_reply(self, site: SiteId, answer: Answer, outbox: Outbox) -> Answer:
         """Keep the statement in a reply to an order, and return the reply; a `Failure` if the statement is wrong."""
-        order = outbox.fields[site]
-        if isinstance(answer, Failure) or order["purpose"] != "train" or site not in self.peers.keys:
+        order = outbox.fields.get(site, {})
+        if isinstance(answer, Failure) or order.get("purpose") != "train" or site not in self.peers.keys:
             return answer
         try:
             fields = answer.fields if isinstance(answer, messages.Message) else messages.decode_fields(answer)
@@ -224,7 +235,7 @@ class ServerCohort:
             return Failure("refused", str(refusal))
         if self.statements.setdefault(round, {}).get(site) != signed:
             self.statements[round][site] = signed
-            append_line(self.path, json.dumps({"round": round, "site": site, **signed}))
+            self._unsaved.append(json.dumps({"round": round, "site": site, **signed}))
         return None
 
 
