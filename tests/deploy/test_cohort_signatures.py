@@ -207,10 +207,12 @@ def test_a_site_that_was_away_comes_back_and_a_late_one_joins(home: Path, k: Pat
     def answer(site: SiteId, data: bytes) -> bytes | Failure:
         fields = messages.decode(data).fields
         if site == "hill" and fields["purpose"] == "train" and fields["round"] == 2:
+            crossing.desks[site].note_absence()
             return Failure("dead", "away")
         if site == "lake" and fields["purpose"] in ("begin", "train") and fields.get("round", 1) == 1:
             rounds = [messages.decode(sent).fields.get("round", 0) for _, sent in crossing.sent]
             if fields["purpose"] == "train" or max(rounds) == 0:
+                crossing.desks[site].note_absence()
                 return Failure("dead", "late")
         return crossing.answer(site, data)
 
@@ -219,8 +221,10 @@ def test_a_site_that_was_away_comes_back_and_a_late_one_joins(home: Path, k: Pat
 
     def one_away(site: SiteId, data: bytes) -> bytes | Failure:
         fields = messages.decode(data).fields
-        lost = site == "hill" and fields["purpose"] == "train" and fields["round"] == 2
-        return Failure("dead", "away") if lost else strict.answer(site, data)
+        if site == "hill" and fields["purpose"] == "train" and fields["round"] == 2:
+            strict.desks[site].note_absence()
+            return Failure("dead", "away")
+        return strict.answer(site, data)
 
     with pytest.raises(RecipeError, match=r"harbour takes part only with 3 sites or more .* raise quorum to 3"):
         played(k, one_away, tmp_path / "other", rounds=4, quorum=1)
@@ -370,7 +374,12 @@ def test_other_terms_for_one_site_are_refused(home: Path, k: Path, tmp_path: Pat
     longer = recipe(rounds=5)
     reply = said(
         found.desks["hill"].answer_message(
-            asked("begin", "hill", longer, {**{n: cheated[n] for n in ("run", "classes", "channels", "size", "plan")}})
+            asked(
+                "begin",
+                "hill",
+                longer,
+                {**{n: cheated[n] for n in ("run", "sites", "classes", "channels", "size", "plan")}},
+            )
         )
     )
     found.shown["hill"] = reply[FIELD]
@@ -380,9 +389,10 @@ def test_other_terms_for_one_site_are_refused(home: Path, k: Path, tmp_path: Pat
 
 def test_the_statement_is_kept_over_a_restart(server: HostileServer, home: Path, k: Path, tmp_path: Path) -> None:
     """A site that was restarted still knows what it was sent."""
-    server.round(1, hill=crafted(server.state))
+    server.round(1)
+    server.round(2, hill=crafted(server.state))
     server.desks = signing(home, k, tmp_path.name)
-    assert "was sent other weights in round 1 than" in refusal(server.order("hill", 2))
+    assert "was sent other weights in round 2 than" in refusal(server.order("hill", 3))
 
 
 # ---- a hostile site -------------------------------------------------------------------------------------------------
