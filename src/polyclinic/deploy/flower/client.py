@@ -5,12 +5,15 @@ this is not `flower-supernode`.
 """
 
 import json
+import random
 import socket
 import ssl
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from urllib.parse import quote
@@ -18,7 +21,7 @@ from urllib.parse import quote
 import httpx
 from flwr.app import Message
 from flwr.app.message import remove_content_from_message
-from flwr.common.constant import HEARTBEAT_MIN_INTERVAL
+from flwr.common.constant import HEARTBEAT_MIN_INTERVAL, TIMESTAMP_HEADER
 from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import (
     ActivateNodeRequest,
@@ -28,6 +31,7 @@ from flwr.proto.fleet_pb2 import (
 )
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.node_pb2 import Node
+from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
     get_object_tree,
@@ -44,14 +48,13 @@ from flwr.supercore.inflatable.inflatable_utils import (
     pull_and_inflate_object_from_tree,
     push_objects,
 )
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
 from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
 from flwr.supernode.fleet_http_client import FleetHttpClient
-from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from polyclinic.core import EngineError, StoreError, __version__
-from polyclinic.deploy.flower.gateway import NAMES, VERSION
-from polyclinic.deploy.provisioning.certificates import read_private_key
+from polyclinic.core import PROTOCOL, EngineError, StoreError, __version__
+from polyclinic.deploy.flower.gateway import NAMES, PROTOCOL_HEADER, VERSION
+from polyclinic.deploy.provisioning.certificates import PrivateKey, check_site_files, read_private_key
 from polyclinic.federation.engines.flower_envelope import pack_message, unpack_message
 from polyclinic.storage.files import write_json
 
@@ -60,8 +63,12 @@ NONCE = 16
 """Random bytes at the end of every message to a site; see `flower/server.py: build_message`."""
 HEARTBEAT_SECONDS = HEARTBEAT_MIN_INTERVAL
 """A site that is silent for twice as long counts as away. Flower accepts no shorter interval."""
-MAX_CLOCK_LEAD = 5
-"""Seconds that a site's clock may be ahead before Flower rejects its signatures."""
+RETRY_SECONDS = 300.0
+"""The longest pause between two tries while somebody has to mend something."""
+AWAY_SECONDS = 5.0
+"""The longest pause between two tries while the server is merely away."""
+MAX_CLOCK_ERROR = 86_400.0
+"""Seconds by which this machine's clock may be wrong and is still corrected for."""
 TLS_PROBLEMS = {
     9: "the server's certificate is not valid yet; set this machine's clock",
     10: "the server's certificate has expired; ask the coordinator to run `polyclinic provision rotate KITS server`",
@@ -79,21 +86,31 @@ def build_reply(message: Message, answer: Callable[[bytes], bytes]) -> Message:
 
 
 class Disconnected(Exception):  # noqa: N818
-    """There is no connection at the moment; trying again may help."""
+    """There is no connection at the moment; trying again may help.
+
+    `needs_people`: somebody has to mend something first, here or at the server, so that tries may be rare.
+    """
+
+    def __init__(self, sentence: str, needs_people: bool = False) -> None:
+        super().__init__(sentence)
+        self.needs_people = needs_people
 
 
 class SiteConnection:
-    """Connects a site to the server, and reconnects after every interruption.
+    """Connects a site to the server, and reconnects after every interruption, whatever its reason.
 
     Args:
         server: The server's address, HOST:PORT.
         authority: The file of the federation's certificate authority; None connects without TLS.
-        key: The file of the site's private key, with which every request is signed.
+        key: The file of the site's private key, with which every request is signed. Both files are read again before
+            every new connection, so that they can be replaced while the site runs.
         folder: Where the number of the current node is kept.
         answer: Turns a message into a reply. It never raises, and answering a message twice has no further effect.
         report: Is called with a sentence whenever the state of the connection changes.
         is_idle: Whether the site takes part in no run at the moment.
         names: The names of federation and site in site.yaml, which the server compares with the owner of the key.
+        call_people: Is called with a sentence when somebody has to mend something.
+        retry: The longest pause in seconds between two tries while somebody has to mend something.
     """
 
     def __init__(
@@ -106,38 +123,72 @@ class SiteConnection:
         report: Callable[[str], None] = lambda _: None,
         is_idle: Callable[[], bool] = lambda: False,
         names: tuple[str, str] | None = None,
+        call_people: Callable[[str], None] = lambda _: None,
+        retry: float = RETRY_SECONDS,
     ) -> None:
         self.server, self.folder, self.report, self.is_idle = server, folder, report, is_idle
+        self.authority, self.key, self.names = authority, key, names
+        self.answer, self.secure, self.call_people, self.retry = answer, authority is not None, call_people, retry
         self.stop = threading.Event()
-        private = read_private_key(key)
+        self.clock = _ServerClock(report)
+        self.certificate_end: datetime | None = None
+        """Until when the server's certificate is valid, once there was a connection with TLS."""
+        self._open_client()
+
+    def _open_client(self) -> None:
+        """Read key and authority from their files, and make an HTTP client of them."""
+        private = read_private_key(self.key)
         public = private.public_key()
         self.client = FleetHttpClient.from_server_address(
-            server,
-            authority is None,
-            None if authority is None else authority.read_bytes(),
-            [_IdentityInterceptor(names), NodeAuthHttpInterceptor(private, public)],
+            self.server,
+            self.authority is None,
+            None if self.authority is None else self.authority.read_bytes(),
+            [_IdentityInterceptor(self.names), _SigningInterceptor(private, self.clock, self._read_certificate)],
         )
         self.public = public_key_to_bytes(public)
-        self.answer, self.secure = answer, authority is not None
 
     def serve_forever(self) -> None:
         """Answer messages until `stop` is set, then close the connection. Can be called once."""
-        reported, wait, was_connected = "", 1.0, False
-        with self.client:
-            while not self.stop.is_set():
-                try:
-                    with self._stay_connected() as node:
-                        self.report(f"connected to {self.server}")
-                        reported, wait, was_connected = "", 1.0, True
-                        while not self.stop.is_set():
-                            self._answer_messages(node)
-                except Disconnected as reason:
-                    is_over = was_connected and self.is_idle()
-                    sentence = f"{self.server} has closed; waiting for the next run" if is_over else str(reason)
-                    if sentence != reported:
-                        self.report(reported := sentence)
-                    self.stop.wait(wait)
-                    wait = min(wait * 1.5, 5.0)
+        patience = _Patience(self.retry)
+        was_connected = False
+        while not self.stop.is_set():
+            try:
+                with self.client, self._stay_connected() as node:
+                    self.report(f"{patience.describe_recovery()}connected to {self.server}")
+                    patience, was_connected = _Patience(self.retry), True
+                    while not self.stop.is_set():
+                        self._answer_messages(node)
+            except Disconnected as reason:
+                is_over = was_connected and not reason.needs_people and self.is_idle()
+                sentence = f"{self.server} has closed; waiting for the next run" if is_over else str(reason)
+                self._report_trouble(sentence, reason.needs_people, patience)
+            self._reopen_client(patience)
+
+    def _report_trouble(self, sentence: str, needs_people: bool, patience: "_Patience") -> None:
+        """Report a trouble once, and pause until the next try."""
+        if patience.is_news(sentence, needs_people):
+            again = f"; this site tries again by itself, every {max(1, self.retry / 60):.0f} min at the latest"
+            self.report(sentence + again * needs_people)
+            if needs_people:
+                self.call_people(sentence)
+        self.stop.wait(patience.next_pause(needs_people))
+
+    def _reopen_client(self, patience: "_Patience") -> None:
+        """Read the files of key and authority again until they can be used, and make a new client of them."""
+        while not self.stop.is_set():
+            try:
+                if self.authority is not None:
+                    check_site_files(self.authority, self.key)
+                self._open_client()
+                return
+            except (EngineError, OSError, ValueError) as error:  # perhaps they are just being replaced
+                self._report_trouble(f"{error}", True, patience)
+
+    def _read_certificate(self, response: httpx.Response) -> None:
+        """Note until when the server's certificate is valid."""
+        with suppress(KeyError, AttributeError, ValueError, TypeError):
+            shown = response.extensions["network_stream"].get_extra_info("ssl_object").getpeercert()
+            self.certificate_end = datetime.fromtimestamp(ssl.cert_time_to_seconds(shown["notAfter"]), UTC)
 
     @contextmanager
     def _stay_connected(self) -> Iterator[Node]:
@@ -218,7 +269,7 @@ class SiteConnection:
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Raise `Disconnected` for errors where retrying may help, and `EngineError` where somebody must act."""
+        """Raise `Disconnected` for every error of a request, with a sentence that says what is wrong."""
         try:
             yield
         except httpx.HTTPStatusError as error:
@@ -231,11 +282,41 @@ class SiteConnection:
             ) from None
 
 
+class _Patience:
+    """How long to wait before the next try: longer from try to try, and longest where people have to mend something."""
+
+    def __init__(self, longest: float) -> None:
+        self.longest, self.wait, self.since = longest, 1.0, time.monotonic()
+        self.reported, self.needed_people = "", False
+
+    def is_news(self, sentence: str, needs_people: bool) -> bool:
+        """Whether this trouble is another one than before."""
+        if needs_people and not self.needed_people:
+            self.since, self.needed_people = time.monotonic(), True
+        news, self.reported = sentence != self.reported, sentence
+        return news
+
+    def next_pause(self, needs_people: bool) -> float:
+        """Seconds until the next try; never the same for many sites at once."""
+        longest = self.longest if needs_people else min(self.longest, AWAY_SECONDS)
+        pause, self.wait = min(self.wait, longest), min(self.wait * 1.5, longest)
+        return pause * random.uniform(0.8, 1.0)
+
+    def describe_recovery(self) -> str:
+        """The beginning of the sentence about a connection: how long something had to be mended, if so."""
+        seconds = time.monotonic() - self.since
+        return f"mended after {_format_seconds(seconds)}: " if self.needed_people else ""
+
+
+def _format_seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
 class _IdentityInterceptor:
-    """Adds to every request the version of polyclinic and the names in site.yaml."""
+    """Adds to every request the protocol, the version of polyclinic and the names in site.yaml."""
 
     def __init__(self, names: tuple[str, str] | None) -> None:
-        self.headers = {VERSION: __version__}
+        self.headers = {PROTOCOL_HEADER: str(PROTOCOL), VERSION: __version__}
         if names is not None:
             self.headers[NAMES] = "/".join(quote(name, safe="") for name in names)
 
@@ -244,15 +325,66 @@ class _IdentityInterceptor:
         return call_next(context)
 
 
-def _explain_status(response: httpx.Response, server: str) -> Exception:
-    with suppress(ValueError, KeyError, TypeError):
-        return EngineError(f"{server} refuses this site: {response.json()['polyclinic']}")
+class _ServerClock:
+    """This machine's clock, corrected by what the server says of its own once it has refused a signed time.
+
+    Flower refuses a time that is more than 5 s ahead of the server's, or 5 min behind.
+    """
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self.report, self.correction = report, 0.0
+
+    def now(self) -> datetime:
+        return datetime.fromtimestamp(time.time() - self.correction, UTC)
+
+    def correct(self, response: httpx.Response) -> bool:
+        """Take the server's time from now on; False if it differs from this clock by nothing, or by too much."""
+        ahead = _clock_skew(response)
+        if ahead is None or abs(ahead) > MAX_CLOCK_ERROR or abs(ahead - self.correction) < 2:
+            return False
+        self.correction = ahead
+        self.report(f"{_describe_skew(ahead)}; signatures are corrected for that, but set it by NTP")
+        return True
+
+
+class _SigningInterceptor:
+    """Signs the time of every request, as Flower's own interceptor does; once more if this machine's clock is wrong."""
+
+    def __init__(self, key: PrivateKey, clock: _ServerClock, look: Callable[[httpx.Response], None]) -> None:
+        self.key, self.clock, self.look = key, clock, look
+        self.public = b64encode(public_key_to_bytes(key.public_key())).decode("ascii")
+        self.has_looked = False
+
+    def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
+        self._sign(context.request)
+        response = call_next(context)
+        if response.status_code == 401 and self.clock.correct(response):
+            response.close()
+            self._sign(context.request)
+            response = call_next(context)
+        if not self.has_looked and response.is_success:
+            self.look(response)
+            self.has_looked = True
+        return response
+
+    def _sign(self, request: httpx.Request) -> None:
+        now = self.clock.now().isoformat()
+        signature = sign_message(self.key, now.encode("ascii"))
+        request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER] = self.public
+        request.headers[TIMESTAMP_HEADER] = now
+        request.headers[FLEET_HTTP_SIGNATURE_HEADER] = b64encode(signature).decode("ascii")
+
+
+def _describe_skew(ahead: float) -> str:
+    return f"this machine's clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the server's"
+
+
+def _explain_status(response: httpx.Response, server: str) -> Disconnected:
     ahead = _clock_skew(response)
-    if response.status_code == 401 and ahead is not None and not -300 < ahead < MAX_CLOCK_LEAD:
-        return EngineError(
-            f"this machine's clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the server's; "
-            "set both by NTP"
-        )
+    if response.status_code == 401 and ahead is not None and abs(ahead) > MAX_CLOCK_ERROR:
+        return Disconnected(f"{_describe_skew(ahead)}; set both by NTP", needs_people=True)
+    with suppress(ValueError, KeyError, TypeError):
+        return Disconnected(f"{server} refuses this site: {response.json()['polyclinic']}", needs_people=True)
     if response.status_code == 412:
         return Disconnected(
             f"{server} still counts another process of this site as connected; is one running? trying again"
@@ -268,19 +400,24 @@ def _clock_skew(response: httpx.Response) -> float | None:
         return None
 
 
-def _explain_transport_error(error: httpx.TransportError, server: str, secure: bool) -> Exception:
+def _explain_transport_error(error: httpx.TransportError, server: str, secure: bool) -> Disconnected:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):
             other = f"the server's certificate is not trusted ({cause.verify_message})"
-            return EngineError(f"{server}: {TLS_PROBLEMS.get(cause.verify_code, other)}")
+            return Disconnected(f"{server}: {TLS_PROBLEMS.get(cause.verify_code, other)}", needs_people=True)
         if isinstance(cause, socket.gaierror):
             return Disconnected(
                 f"{server}: no such host is known here; check `server` in site.yaml, and DNS; trying again"
             )
         if isinstance(cause, ssl.SSLError) and cause.reason == "WRONG_VERSION_NUMBER":
-            return EngineError(f"{server} does not speak TLS; check host and port in site.yaml")
+            return Disconnected(f"{server} does not speak TLS; check host and port in site.yaml", needs_people=True)
         cause = cause.__cause__ or cause.__context__
+    if isinstance(error, httpx.ProxyError):
+        return Disconnected(
+            f"the proxy in HTTPS_PROXY does not connect to {server} ({error}); ask those who run it, or correct it",
+            needs_people=True,
+        )
     if isinstance(error, httpx.RemoteProtocolError) and not secure:
         return Disconnected(f"{server} hangs up; if it speaks TLS, set insecure: false in site.yaml; trying again")
     return Disconnected(

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from polyclinic.core import SiteId
+from polyclinic.core import SiteId, __version__
 
 Refusal: TypeAlias = tuple[int, str, str]
 """The HTTP status, a note for the server's log, and a sentence for the caller."""
@@ -40,7 +40,8 @@ OPEN_PATHS = frozenset(
 )
 SENDER_PATHS = frozenset({FLEET + "push-messages", FLEET + "pull-messages"})
 """Requests whose sender is checked here; Flower checks the others."""
-KEY, VERSION, NAMES = "flwr-public-key", "polyclinic-version", "polyclinic-names"
+KEY, NAMES = "flwr-public-key", "polyclinic-names"
+PROTOCOL_HEADER, VERSION = "polyclinic-protocol", "polyclinic-version"
 MAX_OBJECT_BYTES = 64 << 20
 """Of one uploaded object: Flower sends arrays in pieces of 5 MiB."""
 MAX_REQUEST_BYTES = 1 << 20
@@ -58,7 +59,7 @@ class Gateway:
         app: Flower's ASGI application.
         keys: The site of each registered public key.
         nodes: Flower's node of each site.
-        version: The version of polyclinic that every site must run.
+        protocol: The number of the protocol that every site must speak (`polyclinic.core.PROTOCOL`).
         senders: Reads from a path and a body the nodes in whose name a request is made.
         refused: Is called with the site ("" for an unknown caller) and the reason of every refused request.
         federation: The federation's name; "" accepts any.
@@ -70,7 +71,7 @@ class Gateway:
         app: ASGIApp,
         keys: Mapping[bytes, SiteId],
         nodes: Mapping[SiteId, int],
-        version: str,
+        protocol: int,
         senders: Callable[[str, bytes], set[int]],
         refused: Callable[[SiteId, str], None],
         federation: str = "",
@@ -78,8 +79,10 @@ class Gateway:
     ) -> None:
         self.former = former or {}
         self.app, self.keys, self.nodes, self.federation = app, keys, nodes, federation
-        self.version, self.senders, self.refused = version, senders, refused
+        self.protocol, self.senders, self.refused = protocol, senders, refused
         self.last_seen: dict[SiteId, float] = {}
+        self.versions: dict[SiteId, str] = {}
+        """The version of polyclinic that each site says it runs."""
         self.bytes_left: dict[SiteId, int] = {}
         """How much each site may still send in reply."""
         self.arrived: Callable[[], None] = lambda: None
@@ -121,14 +124,14 @@ class Gateway:
             return
         if path == FLEET + "pull-messages":
             await self._wait_for_work(site)
-        await self.app(scope, _replay_body(body, receive), partial(self._watch_response, send, site))
+        await self.app(scope, _replay_body(body, receive), partial(self._watch_response, send, site, request))
         if path == FLEET + "push-object":
             self.arrived()
 
-    async def _watch_response(self, send: Send, site: SiteId, event: Message) -> None:
+    async def _watch_response(self, send: Send, site: SiteId, request: Request, event: Message) -> None:
         """A response without an error means that Flower has verified the site's signature."""
         if event["type"] == "http.response.start" and event["status"] < 400:
-            self.last_seen[site] = time.time()
+            self.last_seen[site], self.versions[site] = time.time(), _read_version(request)
         await send(event)
 
     def _find_caller_problem(self, request: Request, site: SiteId) -> Refusal | None:
@@ -139,13 +142,13 @@ class Gateway:
         if not site:
             note = self.former.get(_read_key(request), "a key that is not registered")
             return 403, note, "its key is not registered, or was revoked; ask for a new kit"
-        theirs = request.headers.get(VERSION, "")[:40]
-        if theirs != self.version:
+        if (protocol := request.headers.get(PROTOCOL_HEADER, "")[:20]) != str(self.protocol):
+            theirs, version = f"protocol {protocol or 'unknown'}", _read_version(request)
             return (
                 403,
-                f"it runs polyclinic {theirs!r}, not {self.version}",
-                f"the server runs polyclinic {self.version}, this site {theirs or 'another program'}; install the "
-                "server's version",
+                f"it speaks {theirs!r} (polyclinic {version!r}), not {self.protocol}",
+                f"the server runs polyclinic {__version__} with protocol {self.protocol}, this site "
+                f"{version or 'another program'} with {theirs}; install the server's version",
             )
         return self._find_name_problem(request.headers.get(NAMES, "")[:2000], site)
 
@@ -182,6 +185,10 @@ class Gateway:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._work[site].wait(), self.hold)
             self._work[site].clear()
+
+
+def _read_version(request: Request) -> str:
+    return request.headers.get(VERSION, "")[:40]
 
 
 def _read_key(request: Request) -> bytes:

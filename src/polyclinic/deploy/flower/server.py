@@ -45,7 +45,7 @@ from flwr.superlink.grid import HttpGrid
 from flwr.superlink.main import create_app
 from flwr.superlink.servicer.runtime import runtime_handlers
 
-from polyclinic.core import EngineError, Failure, Refused, SiteId, __version__
+from polyclinic.core import PROTOCOL, EngineError, Failure, Refused, SiteId
 from polyclinic.deploy.flower.client import HEARTBEAT_SECONDS, NONCE
 from polyclinic.deploy.flower.gateway import Gateway
 from polyclinic.deploy.provisioning.certificates import PublicKey, read_public_key
@@ -236,7 +236,7 @@ class SuperLink:
             self.nodes[site] = self.state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, 0, name=site)
         self._open_run()
         former = {public_key_to_bytes(key): whose for key, whose in self.revoked}
-        self.gate = Gateway(app, known, self.nodes, __version__, _read_senders, self.refused, self.federation, former)
+        self.gate = Gateway(app, known, self.nodes, PROTOCOL, _read_senders, self.refused, self.federation, former)
         self._start_http_server()
         self.over = threading.Event()
         threading.Thread(target=self._refresh_heartbeats, daemon=True).start()
