@@ -6,22 +6,18 @@ this is not `flower-supernode`.
 
 import json
 import random
-import socket
 import ssl
 import threading
 import time
-from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from pathlib import Path
-from urllib.parse import quote
 
 import httpx
 from flwr.app import Message
 from flwr.app.message import remove_content_from_message
-from flwr.common.constant import HEARTBEAT_MIN_INTERVAL, TIMESTAMP_HEADER
+from flwr.common.constant import HEARTBEAT_MIN_INTERVAL
 from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import (
     ActivateNodeRequest,
@@ -31,7 +27,6 @@ from flwr.proto.fleet_pb2 import (
 )
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.node_pb2 import Node
-from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
     get_object_tree,
@@ -48,13 +43,13 @@ from flwr.supercore.inflatable.inflatable_utils import (
     pull_and_inflate_object_from_tree,
     push_objects,
 )
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
-from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supernode.fleet_http_client import FleetHttpClient
 
-from polyclinic.core import PROTOCOL, EngineError, StoreError, __version__
-from polyclinic.deploy.flower.gateway import NAMES, PROTOCOL_HEADER, VERSION
-from polyclinic.deploy.provisioning.certificates import PrivateKey, check_site_files, read_private_key
+from polyclinic.core import EngineError, StoreError
+from polyclinic.deploy.flower.connection_errors import Disconnected, explain_status, explain_transport_error
+from polyclinic.deploy.flower.request_headers import IdentityInterceptor, ServerClock, SigningInterceptor
+from polyclinic.deploy.provisioning.certificates import check_site_files, read_private_key
 from polyclinic.federation.engines.flower_envelope import pack_message, unpack_message
 from polyclinic.storage.files import write_json
 
@@ -63,37 +58,13 @@ NONCE = 16
 """Random bytes at the end of every message to a site; see `flower/server.py: build_message`."""
 HEARTBEAT_SECONDS = HEARTBEAT_MIN_INTERVAL
 """A site that is silent for twice as long counts as away. Flower accepts no shorter interval."""
-RETRY_SECONDS = 300.0
-"""The longest pause between two tries while somebody has to mend something."""
 AWAY_SECONDS = 5.0
 """The longest pause between two tries while the server is merely away."""
-MAX_CLOCK_ERROR = 86_400.0
-"""Seconds by which this machine's clock may be wrong and is still corrected for."""
-TLS_PROBLEMS = {
-    9: "the server's certificate is not valid yet; set this machine's clock",
-    10: "the server's certificate has expired; ask the coordinator to run `polyclinic provision rotate KITS server`",
-    18: "the server's certificate is not of the CA in this kit; ask the coordinator for the right ca.crt",
-    19: "the server's certificate is not of the CA in this kit; ask the coordinator for the right ca.crt",
-    20: "the server's certificate is not of the CA in this kit; ask the coordinator for the right ca.crt",
-    62: "the server's certificate is for another host name; write the server's own name in site.yaml",
-    64: "the server's certificate is for another address; write the server's own address in site.yaml",
-}
 
 
 def build_reply(message: Message, answer: Callable[[bytes], bytes]) -> Message:
     """Answer a message of Flower's: take off the random end, and wrap the reply."""
     return Message(pack_message(answer(unpack_message(message)[:-NONCE])), reply_to=message)
-
-
-class Disconnected(Exception):  # noqa: N818
-    """There is no connection at the moment; trying again may help.
-
-    `needs_people`: somebody has to mend something first, here or at the server, so that tries may be rare.
-    """
-
-    def __init__(self, sentence: str, needs_people: bool = False) -> None:
-        super().__init__(sentence)
-        self.needs_people = needs_people
 
 
 class SiteConnection:
@@ -124,13 +95,13 @@ class SiteConnection:
         is_idle: Callable[[], bool] = lambda: False,
         names: tuple[str, str] | None = None,
         call_people: Callable[[str], None] = lambda _: None,
-        retry: float = RETRY_SECONDS,
+        retry: float = 300.0,
     ) -> None:
         self.server, self.folder, self.report, self.is_idle = server, folder, report, is_idle
         self.authority, self.key, self.names = authority, key, names
         self.answer, self.secure, self.call_people, self.retry = answer, authority is not None, call_people, retry
         self.stop = threading.Event()
-        self.clock = _ServerClock(report)
+        self.clock = ServerClock(report)
         self.certificate_end: datetime | None = None
         """Until when the server's certificate is valid, once there was a connection with TLS."""
         self._open_client()
@@ -143,7 +114,7 @@ class SiteConnection:
             self.server,
             self.authority is None,
             None if self.authority is None else self.authority.read_bytes(),
-            [_IdentityInterceptor(self.names), _SigningInterceptor(private, self.clock, self._read_certificate)],
+            [IdentityInterceptor(self.names), SigningInterceptor(private, self.clock, self._read_certificate)],
         )
         self.public = public_key_to_bytes(public)
 
@@ -273,9 +244,9 @@ class SiteConnection:
         try:
             yield
         except httpx.HTTPStatusError as error:
-            raise _explain_status(error.response, self.server) from None
+            raise explain_status(error.response, self.server) from None
         except httpx.TransportError as error:
-            raise _explain_transport_error(error, self.server, self.secure) from None
+            raise explain_transport_error(error, self.server, self.secure) from None
         except (ObjectPullError, ObjectPushError, ValueError, KeyError, TypeError) as error:
             raise Disconnected(
                 f"a message was lost on the way ({type(error).__name__}); the server will send it again"
@@ -310,116 +281,3 @@ class _Patience:
 
 def _format_seconds(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-
-
-class _IdentityInterceptor:
-    """Adds to every request the protocol, the version of polyclinic and the names in site.yaml."""
-
-    def __init__(self, names: tuple[str, str] | None) -> None:
-        self.headers = {PROTOCOL_HEADER: str(PROTOCOL), VERSION: __version__}
-        if names is not None:
-            self.headers[NAMES] = "/".join(quote(name, safe="") for name in names)
-
-    def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
-        context.request.headers.update(self.headers)
-        return call_next(context)
-
-
-class _ServerClock:
-    """This machine's clock, corrected by what the server says of its own once it has refused a signed time.
-
-    Flower refuses a time that is more than 5 s ahead of the server's, or 5 min behind.
-    """
-
-    def __init__(self, report: Callable[[str], None]) -> None:
-        self.report, self.correction = report, 0.0
-
-    def now(self) -> datetime:
-        return datetime.fromtimestamp(time.time() - self.correction, UTC)
-
-    def correct(self, response: httpx.Response) -> bool:
-        """Take the server's time from now on; False if it differs from this clock by nothing, or by too much."""
-        ahead = _clock_skew(response)
-        if ahead is None or abs(ahead) > MAX_CLOCK_ERROR or abs(ahead - self.correction) < 2:
-            return False
-        self.correction = ahead
-        self.report(f"{_describe_skew(ahead)}; signatures are corrected for that, but set it by NTP")
-        return True
-
-
-class _SigningInterceptor:
-    """Signs the time of every request, as Flower's own interceptor does; once more if this machine's clock is wrong."""
-
-    def __init__(self, key: PrivateKey, clock: _ServerClock, look: Callable[[httpx.Response], None]) -> None:
-        self.key, self.clock, self.look = key, clock, look
-        self.public = b64encode(public_key_to_bytes(key.public_key())).decode("ascii")
-        self.has_looked = False
-
-    def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
-        self._sign(context.request)
-        response = call_next(context)
-        if response.status_code == 401 and self.clock.correct(response):
-            response.close()
-            self._sign(context.request)
-            response = call_next(context)
-        if not self.has_looked and response.is_success:
-            self.look(response)
-            self.has_looked = True
-        return response
-
-    def _sign(self, request: httpx.Request) -> None:
-        now = self.clock.now().isoformat()
-        signature = sign_message(self.key, now.encode("ascii"))
-        request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER] = self.public
-        request.headers[TIMESTAMP_HEADER] = now
-        request.headers[FLEET_HTTP_SIGNATURE_HEADER] = b64encode(signature).decode("ascii")
-
-
-def _describe_skew(ahead: float) -> str:
-    return f"this machine's clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the server's"
-
-
-def _explain_status(response: httpx.Response, server: str) -> Disconnected:
-    ahead = _clock_skew(response)
-    if response.status_code == 401 and ahead is not None and abs(ahead) > MAX_CLOCK_ERROR:
-        return Disconnected(f"{_describe_skew(ahead)}; set both by NTP", needs_people=True)
-    with suppress(ValueError, KeyError, TypeError):
-        return Disconnected(f"{server} refuses this site: {response.json()['polyclinic']}", needs_people=True)
-    if response.status_code == 412:
-        return Disconnected(
-            f"{server} still counts another process of this site as connected; is one running? trying again"
-        )
-    return Disconnected(f"{server} no longer knows this connection ({response.status_code}); connecting anew")
-
-
-def _clock_skew(response: httpx.Response) -> float | None:
-    """Seconds by which this machine's clock is ahead of the server's; None if the server sent no date."""
-    try:
-        return time.time() - parsedate_to_datetime(response.headers["date"]).timestamp()
-    except (KeyError, ValueError):
-        return None
-
-
-def _explain_transport_error(error: httpx.TransportError, server: str, secure: bool) -> Disconnected:
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ssl.SSLCertVerificationError):
-            other = f"the server's certificate is not trusted ({cause.verify_message})"
-            return Disconnected(f"{server}: {TLS_PROBLEMS.get(cause.verify_code, other)}", needs_people=True)
-        if isinstance(cause, socket.gaierror):
-            return Disconnected(
-                f"{server}: no such host is known here; check `server` in site.yaml, and DNS; trying again"
-            )
-        if isinstance(cause, ssl.SSLError) and cause.reason == "WRONG_VERSION_NUMBER":
-            return Disconnected(f"{server} does not speak TLS; check host and port in site.yaml", needs_people=True)
-        cause = cause.__cause__ or cause.__context__
-    if isinstance(error, httpx.ProxyError):
-        return Disconnected(
-            f"the proxy in HTTPS_PROXY does not connect to {server} ({error}); ask those who run it, or correct it",
-            needs_people=True,
-        )
-    if isinstance(error, httpx.RemoteProtocolError) and not secure:
-        return Disconnected(f"{server} hangs up; if it speaks TLS, set insecure: false in site.yaml; trying again")
-    return Disconnected(
-        f"{server} cannot be reached ({type(error).__name__}); is it running, and its port open? trying again"
-    )

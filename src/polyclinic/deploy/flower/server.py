@@ -84,7 +84,9 @@ class FlowerEngine:
     """
 
     def __init__(self, grid: Grid, nodes: Mapping[SiteId, int], patience: float = 30.0) -> None:
-        self.grid, self.nodes, self.patience = grid, dict(nodes), patience
+        self.grid, self.nodes, self.patience = grid, nodes, patience
+        self.report: Callable[[str], None] = lambda _: None
+        """Is called with a sentence when a message is sent again."""
         self.away: dict[SiteId, float] = {}
         """When each absent site was first missed; kept from one exchange to the next."""
         self.pause: Callable[[float], object] = grid.wait_for_reply if isinstance(grid, LinkGrid) else time.sleep
@@ -245,6 +247,16 @@ class SuperLink:
     def connected_sites(self) -> list[SiteId]:
         here = {node.node_id for node in self.state.get_node_info(statuses=[NodeStatus.ONLINE])}
         return [site for site, node in self.nodes.items() if node in here]
+
+    def registered_sites(self) -> list[SiteId]:
+        """The sites whose key is registered now, in the federation's order."""
+        registered = set(self.gate.keys.values())
+        return [site for site in self.nodes if site in registered]
+
+    def reload_certificate(self, certificate: Path, key: Path) -> None:
+        """Show another certificate from the next connection on."""
+        if self.server.config.ssl is not None:
+            self.server.config.ssl.load_cert_chain(certificate, key)
 
     def _open_run(self) -> None:
         """Create Flower's run without an application, since the sites have theirs."""
