@@ -48,15 +48,17 @@ class SiteRegistration:
     def __init__(self, link: SuperLink, engine: FlowerEngine, board: ServerStatus) -> None:
         self.link, self.engine, self.board = link, engine, board
 
-    def wait_for_sites(self, seconds: float | None, needed: int, report: Callable[[str], None]) -> dict[SiteId, str]:
-        """Wait for all sites, or after `seconds` for as many as are `needed`.
+    def wait_for_sites(
+        self, seconds: float | None, quorum: int | None, report: Callable[[str], None]
+    ) -> dict[SiteId, str]:
+        """Wait for all sites, or after `seconds` for as many as the quorum (None: all).
 
         Returns the sites that are missing, and why. Raises `EngineError` if fewer than needed have joined by then.
         """
         begun, reported = time.monotonic(), None
         while True:
-            here = self.link.connected_sites()
-            missing = [site for site in self.link.nodes if site not in here]
+            here, sites = self.link.connected_sites(), self.link.registered_sites()
+            missing, needed = [site for site in sites if site not in here], quorum or len(sites)
             if not missing:
                 return {}
             if seconds is not None and time.monotonic() > begun + seconds:
@@ -64,11 +66,11 @@ class SiteRegistration:
                     report(f"going on without {', '.join(missing)}")
                     return dict.fromkeys(missing, f"it did not come within {seconds:g} s")
                 raise EngineError(
-                    f"{len(here)} of {len(self.link.nodes)} sites came within {seconds:g} s, {needed} are needed; "
+                    f"{len(here)} of {len(sites)} sites came within {seconds:g} s, {needed} are needed; "
                     f"missing: {', '.join(missing)}"
                 )
             if missing != reported:
-                report(f"{len(here)} of {len(self.link.nodes)} sites are here; waiting for {', '.join(missing)}")
+                report(f"{len(here)} of {len(sites)} sites are here; waiting for {', '.join(missing)}")
                 reported = missing
             time.sleep(0.2)
 

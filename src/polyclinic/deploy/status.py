@@ -102,6 +102,16 @@ class ServerStatus:
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th …: a flood does not fill the log
             self.log.warning("refused %s: %s (%d times)", site or "a stranger", why, count)
 
+    def begin_run(self, recipe: str, rounds: int, folder: Path) -> None:
+        """A run begins, whose folder gets a copy of the status from now on."""
+        self.absent, self.last_failures = {}, {}
+        self.folders[1:] = [folder]
+        self.facts = {"state": WAITING, "recipe": recipe, "rounds": rounds, "folder": str(folder.resolve())}
+
+    def await_run(self) -> None:
+        """A run has ended, and the server waits for the next one."""
+        self.report, self.patient = (lambda _: None), False
+
     def begin_enrolment(self, here: Iterable[SiteId]) -> None:
         """The sites have joined, and are asked whether they take part."""
         self._here = set(here)

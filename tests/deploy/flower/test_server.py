@@ -132,9 +132,12 @@ def test_a_site_that_comes_back_within_the_round_gets_its_message_again() -> Non
         grid.came[node] = "again"
         grid.lost.discard(node)
 
+    told: list[str] = []
+    engine.report = told.append
     threading.Timer(0.3, restart).start()
     found = said(engine, orders())
     assert found["hill"] == echo("hill")(orders()["hill"])
+    assert told == ["hill went away while at work and is back: it gets the message of 1 s ago once more"]
     assert len(grid.names) in (3, 4)
 
 

@@ -131,6 +131,7 @@ class _Exchange:
         self.since: dict[SiteId, str] = {}
         """When each site had last connected at the time its message was sent."""
         self.times: Counter[SiteId] = Counter()
+        self.sent_at: dict[SiteId, float] = {}
 
     def send_message(self, site: SiteId) -> None:
         here = self.connected_nodes()
@@ -140,6 +141,7 @@ class _Exchange:
             if name:
                 self.asked[name], self.since[site] = site, here[node]
                 self.times[site] += 1
+                self.sent_at[site] = time.monotonic()
                 self.absent.discard(site)
                 self.engine.away.pop(site, None)
                 return
@@ -185,10 +187,19 @@ class _Exchange:
                     self.absent.discard(site)
                     yield site, Failure("dead", f"it went away {MAX_ATTEMPTS} times while at work on this")
                 else:
+                    self.report_repetition(site)
                     self.send_message(site)
             elif site in self.absent and self.looked >= self.engine.away[site] + self.engine.patience:
                 self.absent.remove(site)
                 yield site, Failure("dead", f"it has been away for {self.looked - self.engine.away[site]:.0f} s")
+
+    def report_repetition(self, site: SiteId) -> None:
+        """Say why a round takes longer than usual: a site that had its message has begun anew."""
+        if site in self.sent_at:
+            lost = time.monotonic() - self.sent_at[site]
+            self.engine.report(
+                f"{site} went away while at work and is back: it gets the message of {lost:.0f} s ago once more"
+            )
 
     def unanswered_sites(self) -> list[SiteId]:
         return list(dict.fromkeys([*self.asked.values(), *self.absent]))
