@@ -73,15 +73,19 @@ def serve(
     config, patience = ServerConfig.load(server), ServePatience(wait, deadline)
     values = parse_settings(settings, seed=seed, track=track or None)
     console = Console(stderr=True, quiet=config.log == "json")
+
+    def say(sentence: str) -> None:
+        console.print(Text(sentence), soft_wrap=True)
+
     try:
         with terminate_as_interrupt():
             if Path(recipe).is_dir():
-                with open_server(config, file=server) as reception:
+                with open_server(config, file=server, report=say) as reception:
                     _serve_queue(reception, console, Path(recipe), folder, values, patience, data)
             loaded = polyclinic.Recipe.load(find_recipe(recipe), values)
             if _is_finished(loaded, list(config.sites), folder, as_json):
                 return
-            with open_server(config, folder, file=server) as reception:
+            with open_server(config, folder, file=server, report=say) as reception:
                 result = _play_recipe(reception, console, loaded, folder, patience, data)
     except KeyboardInterrupt:
         print_message("stopped; no finished round is lost: continue with the same command")
@@ -143,7 +147,7 @@ def _serve_queue(
                 f"error: {path.name}: {error}; it is tried again when its file changes or the server restarts"
             )
         finally:
-            reception.board.await_run()
+            reception.board.await_run(reception.link)
 
 
 def _play_recipe(

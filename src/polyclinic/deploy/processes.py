@@ -77,7 +77,11 @@ class SiteRegistration:
 
 @contextlib.contextmanager
 def open_server(
-    config: ServerConfig, out: Path | None = None, patience: float = PATIENCE, file: Path | None = None
+    config: ServerConfig,
+    out: Path | None = None,
+    patience: float = PATIENCE,
+    file: Path | None = None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> Iterator[SiteRegistration]:
     """Run the server until the block ends.
 
@@ -86,12 +90,13 @@ def open_server(
         out: The run's folder, which gets a copy of the status.
         patience: Seconds that a site may be away before a run that does not need it goes on.
         file: The path of server.yaml; sites' keys are read again whenever it changes.
+        report: Is called with a sentence that no run is there to report.
     """
     _check_server(config)
     prepare_role_folder(config.folder)
     host, port = config.listen_address
     with lock_folder(config.folder):
-        board = ServerStatus(config, [config.folder, *([out] if out else [])])
+        board = ServerStatus(config, [config.folder, *([out] if out else [])], report)
         link = SuperLink(
             config.sites,
             host,

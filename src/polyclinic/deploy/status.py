@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 LOG_BYTES, LOG_FILES = 1 << 20, 3
 STATUS, STOPPED = "status.json", "stopped"
-WAITING = "waiting for sites"
+WAITING, IDLE = "waiting for sites", "waiting for a recipe"
 MAX_REFUSALS = 50
 """How many different refusals are listed; further ones are only counted."""
 
@@ -74,7 +74,9 @@ class _TolerantLog(RotatingFileHandler):
 class ServerStatus:
     """The server's state and its sites', written to `status.json` while the server runs."""
 
-    def __init__(self, config: ServerConfig, folders: Sequence[Path]) -> None:
+    def __init__(
+        self, config: ServerConfig, folders: Sequence[Path], report: Callable[[str], None] = lambda _: None
+    ) -> None:
         self.config, self.folders = config, list(folders)
         self.refusals: Counter[tuple[SiteId, str]] = Counter()
         self.facts: dict[str, object] = {"state": WAITING}
@@ -84,8 +86,8 @@ class ServerStatus:
         self.notifier = Notifier(config.notify)
         self.absent: dict[SiteId, str] = {}
         self.last_failures: dict[SiteId, str] = {}
-        self.report: Callable[[str], None] = lambda _: None
-        """Is called with a sentence when a site disconnects or reconnects, once all have joined."""
+        self.report = self.report_between_runs = report
+        """Is called with a sentence when a site disconnects or reconnects, once all have joined, or keys change."""
         self.patient = False
         """Whether rounds wait for sites that have disconnected."""
         self._here: set[SiteId] = set()
@@ -108,9 +110,11 @@ class ServerStatus:
         self.folders[1:] = [folder]
         self.facts = {"state": WAITING, "recipe": recipe, "rounds": rounds, "folder": str(folder.resolve())}
 
-    def await_run(self) -> None:
+    def await_run(self, link: SuperLink) -> None:
         """A run has ended, and the server waits for the next one."""
-        self.report, self.patient = (lambda _: None), False
+        self.write_status(link, running=False)
+        self.folders[1:], self.facts = [], {"state": IDLE}
+        self.report, self.patient = self.report_between_runs, False
 
     def begin_enrolment(self, here: Iterable[SiteId]) -> None:
         """The sites have joined, and are asked whether they take part."""
@@ -152,7 +156,7 @@ class ServerStatus:
         """Report sites that have connected or disconnected since the last call, once all have joined."""
         gone, come, self._here = self._here - here, here - self._here, here
         left = "has gone away" + ("; the run waits for it, as the recipe names no quorum" if self.patient else "")
-        if self.facts["state"] != WAITING:
+        if self.facts["state"] not in (WAITING, IDLE):
             for site in sorted(gone | come):
                 self.say(f"{site} {left if site in gone else 'is back'}")
                 if site in gone and self.patient:

@@ -117,7 +117,7 @@ class Upkeep:
         self.config, self.file = config, file
         self.register, self.take_certificate = register, take_certificate
         self.report, self.call_people = report, call_people
-        self.taken = self._file_states()
+        self.taken, self.server_end = self._file_states(), server_expiries(config).get("server")
         self.failures, self.daily = 0, Daily()
         self.warnings: list[str] = []
         """What a person should know before it is too late."""
@@ -149,6 +149,9 @@ class Upkeep:
         if not config.insecure:
             check_server_files(config.certificate, config.key, config.ca, config.host, now)
             self.take_certificate(config.certificate, config.key)
+            if (end := server_expiries(config)["server"]) != self.server_end:
+                self.server_end = end
+                self.report(f"the server shows its new certificate, which is valid until {end:%Y-%m-%d}")
 
     def _report_all(self, sentences: Iterable[str]) -> None:
         for sentence in sentences:

@@ -138,7 +138,7 @@ class SiteConnection:
     def _report_trouble(self, sentence: str, needs_people: bool, patience: "_Patience") -> None:
         """Report a trouble once, and pause until the next try."""
         if patience.is_news(sentence, needs_people):
-            again = f"; this site tries again by itself, every {max(1, self.retry / 60):.0f} min at the latest"
+            again = f"; this site tries again by itself, every {_format_seconds(self.retry)} at the latest"
             self.report(sentence + again * needs_people)
             if needs_people:
                 self.call_people(sentence)

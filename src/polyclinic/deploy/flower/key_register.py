@@ -21,22 +21,25 @@ class KeyRegister:
         """Cut off whoever uses one of these keys, at once; returns a sentence for each site that lost its key."""
         gate, former = self.link.gate, {public_key_to_bytes(key): whose for key, whose in revoked}
         gate.former = {**gate.former, **former}
-        return self._remove_keys({key for key in gate.keys if key in former})
+        gone = [key for key in gate.keys if key in former]
+        self._remove_keys(gone)
+        return [f"{former[key]} opens no connection any more" for key in gone]
 
     def register_keys(self, keys: Mapping[SiteId, Path]) -> list[str]:
         """Take these files as the sites' keys, and no others; returns a sentence for each site that this changes."""
         gate = self.link.gate
         wanted = {public_key_to_bytes(read_public_key(path)): site for site, path in keys.items()}
         wanted = {key: site for key, site in wanted.items() if key not in gate.former}
-        before = set(gate.keys.values())
-        told = self._remove_keys({key for key in gate.keys if key not in wanted}, set(wanted.values()))
+        gone = {key: site for key, site in gate.keys.items() if key not in wanted}
+        self._remove_keys(gone)
+        told = [f"{site} is no longer registered" for site in gone.values() if site not in wanted.values()]
         for key, site in wanted.items():
             if key not in gate.keys:
+                told.append(f"{site} has a new key" if site in self.link.nodes else f"{site} may join the next run")
                 self._add_key(key, site)
-                told.append(f"{site} has a new key" if site in before else f"{site} may join with its key")
         return told
 
-    def _remove_keys(self, keys: Iterable[bytes], renewed: Iterable[SiteId] = ()) -> list[str]:
+    def _remove_keys(self, keys: Iterable[bytes]) -> None:
         """Remove keys at the gateway and in Flower, and end the connections of their owners."""
         link, gone = self.link, {key: self.link.gate.keys[key] for key in keys}
         link.gate.keys = {key: site for key, site in link.gate.keys.items() if key not in gone}
@@ -46,7 +49,6 @@ class KeyRegister:
         for site in gone.values():
             link.state.deactivate_node(link.nodes[site])
             link.gate.notify_site(site)  # ends a request that is held open, and Flower then refuses it
-        return [f"{site} is cut off: its key was revoked" for site in gone.values() if site not in renewed]
 
     def _add_key(self, key: bytes, site: SiteId) -> None:
         """Register a key. A site that had another one keeps its node, and so its place in a run."""

@@ -91,7 +91,7 @@ def describe_skew(ahead: float) -> str:
 
 def read_clock_skew(response: httpx.Response) -> float | None:
     """Seconds by which this machine's clock is ahead of the server's; None if the server sent no date."""
-    try:
-        return time.time() - parsedate_to_datetime(response.headers["date"]).timestamp()
+    try:  # the date is cut off to a full second
+        return time.time() - parsedate_to_datetime(response.headers["date"]).timestamp() - 0.5
     except (KeyError, ValueError):
         return None
