@@ -143,9 +143,8 @@ class Ward:
             process = Executed([sys.executable, "-m", "polyclinic", *words], log, environment)
         else:
             network = str(self.networks.get(role, ""))
-            told = self.ask(
-                do="start", arguments=words, log=str(log), fault=fault, network=network, ahead=ahead, protocol=protocol
-            )
+            job = {"arguments": words, "log": str(log), "fault": fault, "network": network, **(alter or {})}
+            told = self.ask(do="start", **job)
             process = Forked(int(told), log, self.ask)
         self.started.append(process)
         return process

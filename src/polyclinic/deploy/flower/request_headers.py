@@ -17,6 +17,8 @@ from polyclinic.core import PROTOCOL, __version__
 from polyclinic.deploy.flower.gateway import NAMES, PROTOCOL_HEADER, VERSION
 from polyclinic.deploy.provisioning.certificates import PrivateKey
 
+SENT = "polyclinic.sent"
+"""Of a request's extensions: when it was sent, by this machine's clock."""
 MAX_CLOCK_ERROR = 86_400.0
 """Seconds by which this machine's clock may be wrong and is still corrected for."""
 
@@ -78,6 +80,7 @@ class SigningInterceptor:
 
     def _sign(self, request: httpx.Request) -> None:
         now = self.clock.now().isoformat()
+        request.extensions = {**request.extensions, SENT: time.time()}
         signature = sign_message(self.key, now.encode("ascii"))
         request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER] = self.public
         request.headers[TIMESTAMP_HEADER] = now
@@ -90,8 +93,14 @@ def describe_skew(ahead: float) -> str:
 
 
 def read_clock_skew(response: httpx.Response) -> float | None:
-    """Seconds by which this machine's clock is ahead of the server's; None if the server sent no date."""
+    """Seconds by which this machine's clock is surely ahead of the server's; None if the server sent no date.
+
+    The date was set at some moment between request and response: no skew is seen where that explains the difference.
+    """
     try:  # the date is cut off to a full second
-        return time.time() - parsedate_to_datetime(response.headers["date"]).timestamp() - 0.5
+        date = parsedate_to_datetime(response.headers["date"]).timestamp() + 0.5
     except (KeyError, ValueError):
         return None
+    now = time.time()
+    least, most = response.request.extensions.get(SENT, now) - date, now - date
+    return least if least > 0 else min(most, 0.0)
