@@ -14,6 +14,7 @@ import yaml
 
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
+from polyclinic.cli.site import NO_RUN
 from polyclinic.core.types import SiteId
 from polyclinic.deploy.provisioning import certificates
 from polyclinic.deploy.provisioning.provision import rotate_server, rotate_site
@@ -44,6 +45,7 @@ def test_whatever_others_mend_a_site_comes_back_by_itself(ward: Ward) -> None:
     that were started once play it to its end, in the bits of the simulation."""
     folder, found = ward.folder, recipe(rounds=12)
     (folder / "recipes" / "run.yaml").write_text(found.to_yaml())
+    (folder / "recipes" / "0.yaml").write_text("name: broken\nrounds: none\n")
     server = serve(ward, protocol=77)
     join(ward, "harbour", ahead=10.0)
     join(ward, "hill")
@@ -78,7 +80,11 @@ def test_whatever_others_mend_a_site_comes_back_by_itself(ward: Ward) -> None:
     assert said.count("the server shows its new certificate") == 2
     assert "gone away" not in said.partition("all recipes in")[2]
     assert (folder / "lake.notices").read_text().count("attention ") == 1
+    assert "error: 0.yaml: " in said
     assert server.code() is None, "the server waits for the next recipe"
+    join(ward, "lake", "--wait", "1")
+    ward.until(lambda: ward.sites["lake"].code() is not None, "the end of a vain wait")
+    assert ward.sites["lake"].code() == NO_RUN
     assert server.stop() == 130
 
 

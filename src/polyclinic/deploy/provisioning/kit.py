@@ -11,14 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from importlib.metadata import distributions
+from importlib.metadata import distributions, requires
 
 import yaml
 
 from polyclinic.core import SiteId, __version__
 from polyclinic.deploy.config import FederationConfig, join_host_port, site_folder_name
 
-FLWR = "1.41.0"
+FLWR = next(
+    need.partition(";")[0].removeprefix("flwr==").strip()
+    for need in requires("polyclinic") or []
+    if need.startswith("flwr==")
+)
+"""The only version of flwr that works, as pyproject.toml says: its internals change with every version."""
 SECRET, PLAIN, PROGRAM = 0o600, 0o644, 0o755
 SOURCE = "The versions come from a Python package index: PyPI, or your site's mirror of it (`PIP_INDEX_URL`)."
 CARRIED = (
@@ -59,6 +64,8 @@ def build_site_kit(
         "key": "site.key",
         "command": "join site.yaml",
         "service_command": "join site.yaml",
+        "service_folders": "state",
+        "capability": "",
     }
     return {
         "site.yaml": _render_text("site.yaml", words),
@@ -90,7 +97,9 @@ def build_server_kit(
         "purpose": "serves the federation",
         "key": "server.key",
         "command": "serve server.yaml",
-        "service_command": "serve server.yaml recipe.yaml --out run",
+        "service_command": "serve server.yaml recipes --out runs",
+        "service_folders": "state recipes",
+        "capability": "CAP_NET_BIND_SERVICE",
     }
     return {
         "server.yaml": render_server_yaml(federation),
