@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import os
 import shutil
@@ -162,3 +163,25 @@ def test_a_rotated_and_a_revoked_key_are_told_apart_from_a_new_site(kits: Path) 
     assert sorted(word.split(" that was ")[0] for word in found.revoked) == ["the key of harbour", "the key of hill"]
     assert "hill" not in found.sites
     assert "harbour" in found.sites
+
+
+@pytest.mark.parametrize(
+    ("unit", "command", "capability"),
+    [
+        ("sites/hill/polyclinic-site.service", "join site.yaml", ""),
+        ("server/polyclinic-server.service", "serve server.yaml recipes --out runs", "CAP_NET_BIND_SERVICE"),
+    ],
+)
+def test_a_service_starts_again_for_ever_and_may_do_nothing_else(
+    unit: str, command: str, capability: str, kits: Path
+) -> None:
+    """A site has no capability at all; a server may listen on a port below 1024."""
+    found = configparser.ConfigParser(interpolation=None, strict=True)
+    found.optionxform = str  # type: ignore[assignment, method-assign]
+    found.read(kits / unit)
+    service = found["Service"]
+    assert found["Unit"]["StartLimitIntervalSec"] == "0"
+    assert (service["Restart"], service["LimitNOFILE"]) == ("always", "65536")
+    assert service["ExecStart"].endswith(f"/.venv/bin/polyclinic {command}")
+    assert (service["AmbientCapabilities"], service["CapabilityBoundingSet"]) == (capability, capability)
+    assert service["NoNewPrivileges"] == "true"

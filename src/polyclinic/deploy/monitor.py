@@ -27,7 +27,7 @@ def serve_monitor(address: tuple[str, int], read_status: Callable[[], Status]) -
     """
     host, port = address
 
-    class Handler(BaseHTTPRequestHandler):
+    class MonitorHandler(BaseHTTPRequestHandler):
         timeout = 10
 
         def do_GET(self) -> None:
@@ -54,7 +54,7 @@ def serve_monitor(address: tuple[str, int], read_status: Callable[[], Status]) -
             """Log nothing: a monitoring system asks every few seconds."""
 
     try:
-        server = _Listener(host, port, Handler)
+        server = _Listener(host, port, MonitorHandler)
     except OSError as error:
         raise EngineError(
             f"the monitor cannot listen on {join_host_port(host, port)} ({error.strerror}); correct `monitor` in "

@@ -28,7 +28,7 @@ from polyclinic.deploy.provisioning.certificates import (
     read_revoked_keys,
 )
 from polyclinic.deploy.site.config import SiteConfig
-from polyclinic.deploy.status import STOPPED, ServerStatus, SiteStatus, log_to_file
+from polyclinic.deploy.status import STOPPED, ConnectionStatus, ServerStatus, log_to_file
 from polyclinic.deploy.upkeep import Daily, Upkeep, site_warnings
 from polyclinic.storage.files import lock_folder, make_folder
 
@@ -172,7 +172,7 @@ def serve_site(
     """
     authority, key = _check_site(config)
     prepare_role_folder(config.folder)
-    board, notifier = SiteStatus(config, report), Notifier(config.notify)
+    board, notifier = ConnectionStatus(config, report), Notifier(config.notify)
     with lock_folder(config.folder / "joined"):
         connection = SiteConnection(
             config.server,
@@ -216,7 +216,7 @@ def _check_site(config: SiteConfig) -> tuple[Path | None, Path]:
 
 def _watch_site(
     connection: SiteConnection,
-    board: SiteStatus,
+    board: ConnectionStatus,
     notifier: Notifier,
     is_done: Callable[[], bool],
     over: threading.Event,

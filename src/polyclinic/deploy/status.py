@@ -198,7 +198,7 @@ def _site_presence(link: SuperLink, site: SiteId, running: bool) -> dict[str, ob
     return {"state": state, "seen": when, **({} if version == __version__ else {"version": version})}
 
 
-class SiteStatus:
+class ConnectionStatus:
     """A site's state, written to `status.json` whenever it changes, and reported as a sentence."""
 
     def __init__(self, config: SiteConfig, report: Callable[[str], None]) -> None:
