@@ -293,8 +293,8 @@ def test_predictions_of_some_sites_are_reported_as_such(place: Path, tmp_path: P
 
 def test_a_run_that_needs_all_sites_waits_for_absent_ones() -> None:
     engine = engine_of({site: echo(site) for site in SITES}, patience=math.inf)
-    grid = cast(MemoryGrid, engine.grid)
-    grid.away.add(engine.nodes["hill"])
+    grid = cast(MemoryGrid, engine.link)
+    grid.away.add("hill")
     back = threading.Timer(1.0, grid.away.clear)
     back.start()
     assert all(isinstance(answer, bytes) for answer in answers(engine, orders()).values())

@@ -201,8 +201,8 @@ def _run_rounds(
         display.on_event(event, info)
 
     display.start_run(recipe, 0, 1)
-    remote = RemoteExecution(reception.engine, "flower", patience.deadline)
-    return run_deployed(recipe, remote, reception.link.registered_sites(), folder, watch, data, missing)
+    remote, sites = RemoteExecution(reception.engine, "flower", patience.deadline), reception.link.registered_sites()
+    return run_deployed(recipe, remote, sites, folder, watch, data, missing, reception.read_peers)
 
 
 FAILED = "failed"

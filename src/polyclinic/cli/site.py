@@ -61,6 +61,7 @@ def join(
     from polyclinic.deploy.processes import serve_site
     from polyclinic.deploy.site.config import SiteConfig, config_warnings, with_remedy
     from polyclinic.deploy.site.message_handler import SiteMessageHandler
+    from polyclinic.deploy.site.peers import check_own_kit
 
     config, begun = SiteConfig.load(site), time.monotonic()
 
@@ -70,7 +71,7 @@ def join(
         with contextlib.suppress(OSError):  # a terminal that is gone, or a log on a full disk, shall not end the work
             print_message(json.dumps(line, ensure_ascii=False) if config.log == "json" else text)
 
-    for warning in config_warnings(config):
+    for warning in (*config_warnings(config), *check_own_kit(config)):
         log(warning)
     with with_remedy():
         handler = SiteMessageHandler(config, log)
@@ -114,7 +115,61 @@ def _print_releases(handler: SiteMessageHandler, recipe: polyclinic.Recipe, as_j
     out.print(Text(f"to allow only this recipe, add to allow.recipes:\n{mark}"), soft_wrap=True)
 
 
-site_app = typer.Typer(no_args_is_help=True, help="Measure this site's machine.")
+site_app = typer.Typer(no_args_is_help=True, help="A site's own key, log and machine.")
+SiteFile = Annotated[Path, typer.Argument(metavar="SITE.yaml", help="The configuration file in the site's kit.")]
+
+
+@site_app.command("key")
+def key_command(
+    site: SiteFile,
+    new: Annotated[bool, typer.Option("--new", help="Replace the key that is there; the old one is kept.")] = False,
+) -> None:
+    """Make this site's private key, and the request by which the coordinator registers it."""
+    from polyclinic.deploy.provisioning.requests import make_site_key, write_request
+    from polyclinic.deploy.site.config import SiteConfig
+
+    config = SiteConfig.load(site)
+    if config.key is None:
+        raise RecipeError(f"{site} lacks the key 'key'; use the file of the kit")
+    request = config.key.with_name("request.json")
+    found = write_request(request, config.federation, config.site, make_site_key(config.key, new))
+    out.print(Text(f"private key: {config.key} (give it to nobody)"), soft_wrap=True)
+    out.print(Text(f"send to the coordinator by any channel: {request}"), soft_wrap=True)
+    out.print(Text(f"and read to the coordinator by telephone: {found.fingerprint}"), soft_wrap=True)
+
+
+@site_app.command("log")
+def log_command(
+    site: SiteFile,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check that no row of releases.jsonl was changed or is missing.")
+    ] = False,
+    last: Annotated[int, typer.Option("--last", min=0, metavar="N", help="How many rows to show.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Show what has left this site, by the log of releases."""
+    from polyclinic.deploy.site.config import SiteConfig
+    from polyclinic.deploy.site.release_log import ReleaseLog
+
+    log = ReleaseLog(SiteConfig.load(site).folder)
+    rows, chain = log.verify_chain() if verify else (0, "")
+    entries = log.read_entries()
+    if as_json:
+        print_json({"rows": entries[-last:] if last else [], "verified": rows if verify else None, "chain": chain})
+        return
+    table = plain_table(
+        "time", "run", Column("round", justify="right"), "for", "kinds", Column("bytes", justify="right")
+    )
+    for row in entries[-last:] if last else []:
+        times = f" ({row['times']} times)" if "times" in row else ""
+        cells = row["time"], row["run"], row["round"], row["purpose"] + times, ", ".join(row["kinds"]), row["bytes"]
+        table.add_row(*(Text(str(cell)) for cell in cells))
+    out.print(table)
+    if verify:
+        out.print(
+            Text(f"{rows} rows, none changed or missing before the last; the chain ends in {chain or '–'}"),
+            soft_wrap=True,
+        )
 
 
 @site_app.command("capability")

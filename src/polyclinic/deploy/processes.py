@@ -17,7 +17,7 @@ from polyclinic.core import EngineError, RecipeError, SiteId
 from polyclinic.deploy.config import ServerConfig, is_loopback, split_host_port
 from polyclinic.deploy.flower.client import SiteConnection
 from polyclinic.deploy.flower.key_register import KeyRegister
-from polyclinic.deploy.flower.server import FlowerEngine, LinkGrid, SuperLink
+from polyclinic.deploy.flower.server import FlowerEngine, SuperLink
 from polyclinic.deploy.monitor import serve_monitor
 from polyclinic.deploy.notices import ATTENTION, Notifier
 from polyclinic.deploy.provisioning.certificates import (
@@ -27,6 +27,7 @@ from polyclinic.deploy.provisioning.certificates import (
     read_certificate,
     read_revoked_keys,
 )
+from polyclinic.deploy.provisioning.peer_list import read_peers
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.status import STOPPED, ConnectionStatus, ServerStatus, log_to_file
 from polyclinic.deploy.upkeep import Daily, Upkeep, site_warnings
@@ -47,6 +48,13 @@ class SiteRegistration:
 
     def __init__(self, link: SuperLink, engine: FlowerEngine, board: ServerStatus) -> None:
         self.link, self.engine, self.board = link, engine, board
+
+    def read_peers(self) -> dict[str, object] | None:
+        """The list of sites as the authority signed it, by which sites know each other; None without TLS."""
+        config = self.board.config
+        if config.insecure and not config.peers.exists():
+            return None
+        return read_peers(config.peers, config.ca, config.federation)
 
     def wait_for_sites(
         self, seconds: float | None, quorum: int | None, report: Callable[[str], None]
@@ -123,7 +131,7 @@ def open_server(
 
             follower = threading.Thread(target=board.update_until_closed, args=(link, look), daemon=True)
             follower.start()
-            engine = FlowerEngine(LinkGrid(link), link.nodes, patience)
+            engine = FlowerEngine(link, patience)
             engine.report = board.say
             try:
                 yield SiteRegistration(link, engine, board)

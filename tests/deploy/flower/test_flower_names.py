@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
 import polyclinic
-from polyclinic.deploy.provisioning.kit import FLWR
+from polyclinic.deploy.provisioning.software import FLWR
 
 PACKAGE = Path(polyclinic.__file__).parent
 

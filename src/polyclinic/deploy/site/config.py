@@ -55,6 +55,9 @@ class SiteConfig(BaseModel):
     """The form of terminal and log: lines to read, or one JSON object an event."""
     notify: tuple[str, ...] = Field(default=(), strict=False)
     """A command that is run with an event and a sentence when people are needed."""
+    peers: tuple[str, ...] = ()
+    """Fingerprints of other sites' keys that people here have compared: only these sites count. (): all that the
+    federation's authority names."""
     device: str | None = None
     """Where to compute; None: where the recipe says, if that device is available here, else on the CPU."""
 
