@@ -201,6 +201,8 @@ def test_a_flood_of_refusals_fills_neither_memory_nor_log(place: Path) -> None:
         board.count_refusal("", f"path {number}")
     assert len(board.refusals) <= 51
     assert sum(board.refusals.values()) == 5000
+    board.count_refusal("hill", "its own mistake")
+    assert board.refusals["hill", "its own mistake"] == 1, "no flood hides what a site should know"
 
 
 def test_the_log_is_bounded(place: Path) -> None:

@@ -34,7 +34,7 @@ LOG_BYTES, LOG_FILES = 1 << 20, 3
 STATUS, STOPPED = "status.json", "stopped"
 WAITING, IDLE = "waiting for sites", "waiting for a recipe"
 MAX_REFUSALS = 50
-"""How many different refusals are listed; further ones are only counted."""
+"""How many different refusals of a site, and of strangers, are listed; further ones are only counted."""
 
 
 @contextlib.contextmanager
@@ -98,11 +98,13 @@ class ServerStatus:
     def count_refusal(self, site: SiteId, why: str) -> None:
         """Count a request that the gateway refused."""
         with self._lock:
-            key = (site, why) if (site, why) in self.refusals or len(self.refusals) < MAX_REFUSALS else ("", "others")
+            key, listed = (site, why), sum(of == site for of, _ in self.refusals)
+            if key not in self.refusals and listed >= MAX_REFUSALS:
+                key = site, "others"
             self.refusals[key] += 1
             count = self.refusals[key]
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th …: a flood does not fill the log
-            self.log.warning("refused %s: %s (%d times)", site or "a stranger", why, count)
+            self.log.warning("refused %s: %s (%d times)", site or "a stranger", key[1], count)
 
     def begin_run(self, recipe: str, rounds: int, folder: Path) -> None:
         """A run begins, whose folder gets a copy of the status from now on."""

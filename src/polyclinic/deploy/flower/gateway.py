@@ -252,9 +252,8 @@ class Gateway:
 
     def _find_stranger_problem(self, request: Request, site: SiteId) -> Refusal | None:
         """Why this caller is nobody who may make this request, judged by its method, path, key and signature."""
-        method, path = request.method, request.scope["path"]
-        if method != "POST" or path not in OPEN_PATHS:
-            return 404, f"{method[:10]} {path[:60]!r} is not open to sites", "there is nothing here"
+        if request.method != "POST" or request.scope["path"] not in OPEN_PATHS:
+            return 404, "a request for what is not open to sites", "there is nothing here"
         if not site:
             status, note, sentence = REVOKED
             return status, self.former.get(_read_key(request), note), sentence
