@@ -188,6 +188,12 @@ def test_a_server_that_was_killed_goes_on_with_the_statements_it_had(
     )
 
 
+def away(crossing: Crossing, site: SiteId) -> Failure:
+    """A site that is not connected, which its own process notices when it connects again."""
+    crossing.desks[site].note_absence()
+    return Failure("dead", "away")
+
+
 def test_a_site_that_was_away_comes_back_and_a_late_one_joins(home: Path, k: Path, tmp_path: Path) -> None:
     """Two of three are enough for these sites; the third misses round 2, and its statement is missing in round 3."""
     allowed = {**EVERYTHING, "least_sites": 2}
@@ -196,11 +202,11 @@ def test_a_site_that_was_away_comes_back_and_a_late_one_joins(home: Path, k: Pat
     def answer(site: SiteId, data: bytes) -> bytes | Failure:
         fields = messages.decode(data).fields
         if site == "hill" and fields["purpose"] == "train" and fields["round"] == 2:
-            return Failure("dead", "away")
+            return away(crossing, site)
         if site == "lake" and fields["purpose"] in ("begin", "train") and fields.get("round", 1) == 1:
             rounds = [messages.decode(sent).fields.get("round", 0) for _, sent in crossing.sent]
             if fields["purpose"] == "train" or max(rounds) == 0:
-                return Failure("dead", "late")
+                return away(crossing, site)
         return crossing.answer(site, data)
 
     assert played(k, answer, tmp_path / "run", rounds=4, quorum=2)
@@ -209,7 +215,7 @@ def test_a_site_that_was_away_comes_back_and_a_late_one_joins(home: Path, k: Pat
     def one_away(site: SiteId, data: bytes) -> bytes | Failure:
         fields = messages.decode(data).fields
         lost = site == "hill" and fields["purpose"] == "train" and fields["round"] == 2
-        return Failure("dead", "away") if lost else strict.answer(site, data)
+        return away(strict, site) if lost else strict.answer(site, data)
 
     with pytest.raises(RecipeError, match=r"harbour takes part only with 3 sites or more .* raise quorum to 3"):
         played(k, one_away, tmp_path / "other", rounds=4, quorum=1)
@@ -358,7 +364,12 @@ def test_other_terms_for_one_site_are_refused(home: Path, k: Path, tmp_path: Pat
     longer = recipe(rounds=5)
     reply = said(
         found.desks["hill"].answer_message(
-            asked("begin", "hill", longer, {**{n: cheated[n] for n in ("run", "classes", "channels", "size", "plan")}})
+            asked(
+                "begin",
+                "hill",
+                longer,
+                {**{n: cheated[n] for n in ("run", "classes", "channels", "size", "sites", "plan")}},
+            )
         )
     )
     found.shown["hill"] = reply[FIELD]
@@ -368,9 +379,10 @@ def test_other_terms_for_one_site_are_refused(home: Path, k: Path, tmp_path: Pat
 
 def test_the_statement_is_kept_over_a_restart(server: HostileServer, home: Path, k: Path, tmp_path: Path) -> None:
     """A site that was restarted still knows what it was sent."""
-    server.round(1, hill=crafted(server.state))
+    server.round(1)
+    server.round(2, hill=crafted(server.state))
     server.desks = signing(home, k, tmp_path.name)
-    assert "was sent other weights in round 1 than" in refusal(server.order("hill", 2))
+    assert "was sent other weights in round 2 than" in refusal(server.order("hill", 3))
 
 
 # ---- a hostile site -------------------------------------------------------------------------------------------------

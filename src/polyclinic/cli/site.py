@@ -91,7 +91,7 @@ def _print_releases(handler: SiteMessageHandler, recipe: polyclinic.Recipe, as_j
     prices = sorted({row.epsilon for row in rows if row.epsilon is not None})
     table.caption = Text("\n".join(f"ε of the whole run: {round_up(price)}" for price in prices))
     out.print(table)
-    out.print(Text(f"SHA-256 of the recipe: {mark}"), soft_wrap=True)
+    out.print(Text(f"SHA-256 of the recipe:\n{mark}"), soft_wrap=True)
 
 
 site_app = typer.Typer(no_args_is_help=True, help="A site's own people: approved recipes, key, log and machine.")

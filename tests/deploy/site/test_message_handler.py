@@ -180,7 +180,7 @@ def test_a_card_says_counts_and_no_more(home: Path) -> None:
         ]
         assert (tuple(card["classes"]), card["channels"], card["size"]) == (whole.classes, 1, 8)
         assert card["groups"] == [EACH, EACH]
-        assert set(fields) == {"run", "site", "card", "schema", "body"}
+        assert set(fields) == {"run", "site", "card", "least_sites", "schema", "body"}
         assert said(desk.answer_message(asked("enrol", site, found)))["card"] == card
         assert desk.releases.read_entries()[0]["kinds"].keys() == {"card"}
 
