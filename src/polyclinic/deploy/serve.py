@@ -327,9 +327,13 @@ class AnnouncedEngine:
         if self.cohort is None or not isinstance(sent, Outbox):
             yield from self.engine.exchange(round, ready, deadline)
             return
+        self.cohort.save()
         self.cohort.show_statements(sent)
-        for site, reply in self.engine.exchange(round, ready, deadline):
-            yield site, self.cohort.take_reply(site, reply, sent)
+        try:
+            for site, reply in self.engine.exchange(round, ready, deadline):
+                yield site, self.cohort.take_reply(site, reply, sent)
+        finally:
+            self.cohort.save()
 
     def _look_for_other_peers(self) -> None:
         """If the list of sites has changed, announce the run again with the new one: keys may have been rotated."""

@@ -6,7 +6,6 @@ or data of a patient. `policy.py` decides what may leave.
 """
 
 import contextlib
-import hashlib
 import logging
 import shutil
 import traceback
@@ -17,7 +16,7 @@ from typing import Any
 from polyclinic.algorithms.base import Algorithm
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import DataError, PolyclinicError, Refused, StoreError, __version__, failpoint
-from polyclinic.deploy.cohort import FIELD, FIELDS, SiteCohort, hash_shared_kinds, hash_statements, hash_terms
+from polyclinic.deploy.cohort import FIELD, FIELDS, SiteCohort, Statement, hash_shared_kinds, hash_terms
 from polyclinic.deploy.site.config import SiteConfig, with_remedy
 from polyclinic.deploy.site.images import build_site_profile, load_own_site
 from polyclinic.deploy.site.keys import SiteKeys, erase_run_key
@@ -181,26 +180,27 @@ class SiteMessageHandler:
         purpose, order = str(fields["purpose"]), Order.from_message(message)
         kept, book = self._run_folder(run) / f"last-{purpose}", self._open_book(part)
         book.check(order, was_away=run not in self._attended)
-        asked = _hash_with_statements(order, fields)
-        former = _cached_reply(kept, asked)
+        former, cohort = _cached_reply(kept, order.digest), self._check_cohort(run, order.round, fields)
+        is_new = former is None
         if former is None:
             part.check_order(message)
-            cohort = self._check_cohort(run, order.round, fields)
             answer = part.train(message) if purpose == "train" else part.evaluate(message)
-            if cohort is not None and purpose == "train":
-                answer = _sign_reply(answer, cohort, message, part.setup.algorithm)
         else:
             answer = messages.decode(former)
         kinds = part.check_reply(answer)
+        if cohort is not None and purpose == "train":
+            signed = _sign_order(cohort, message, part.setup.algorithm)
+            if answer.fields.get(FIELD) != signed:  # the order was repeated with statements of other sites
+                answer, former = messages.Message({**answer.fields, FIELD: signed}, answer.tensors), None
         reply = former or messages.encode(answer.fields, answer.tensors)
-        if former is None:
+        if is_new:
             book.record(order)
             failpoint("order-recorded")
         self._attended.add(run)
         spent = part.account.epsilon_spent() if part.account is not None and purpose == "train" else None
         self.releases.record_release(reply, kinds, run=run, round=order.round, purpose=purpose, epsilon=spent)
         if former is None:
-            write_atomically(kept, asked.encode() + reply)
+            write_atomically(kept, order.digest.encode() + reply)
         return reply
 
     def _open_book(self, part: Participation) -> OrderBook:
@@ -356,18 +356,10 @@ class SiteMessageHandler:
             self.site_log.append_line("\n".join(filter(None, (f"{timestamp()} {sentence}", details))))
 
 
-def _sign_reply(
-    answer: messages.Message, cohort: SiteCohort, order: messages.Message, algorithm: Algorithm
-) -> messages.Message:
-    """Add to a reply this site's statement on what it received."""
+def _sign_order(cohort: SiteCohort, order: messages.Message, algorithm: Algorithm) -> Statement:
+    """Return this site's statement on what it received."""
     weights, cluster = hash_shared_kinds(algorithm, order.tensors), algorithm.cluster_from_broadcast(order.tensors)
-    signed = cohort.sign_round(int(order.fields["round"]), cluster, weights, order.fields.get(FIELDS, {}))
-    return messages.Message({**answer.fields, FIELD: signed}, answer.tensors)
-
-
-def _hash_with_statements(order: Order, fields: Mapping[str, object]) -> str:
-    """The name of a kept reply: of the order, and of the statements that it showed, which the reply signs."""
-    return hashlib.sha256(f"{order.digest}{hash_statements(fields.get(FIELDS))}".encode()).hexdigest()
+    return cohort.sign_round(int(order.fields["round"]), cluster, weights, order.fields.get(FIELDS, {}))
 
 
 def _cached_reply(kept: Path, asked: str) -> bytes | None:
