@@ -66,7 +66,8 @@ def join(
                 out.print(Text("to approve it: polyclinic site approve SITE.yaml RECIPE"), soft_wrap=True)
             return
         try:
-            serve_site(config, handler.answer_message, log, lambda: handler.is_idle, handler.note_absence)
+            idle, absence = lambda: handler.is_idle, handler.note_absence
+            serve_site(config, handler.answer_message, log, idle, handler.largest_message, absence)
         except KeyboardInterrupt:
             log("stopped")
             raise typer.Exit(0) from None

@@ -41,6 +41,8 @@ CARD = "card"
 """The kind of a site's description of its images. No policy withholds it: without it there is no run."""
 MOST_RUNS = 8
 """The most runs whose data a site keeps, so that a server that never ends one cannot fill the disk."""
+MAX_MESSAGE, MAX_IDLE_MESSAGE = 4 << 30, 16 << 20
+"""Bytes of a message from the server: at most, and while there is no run."""
 DIGEST = 64
 log = logging.getLogger(__name__)
 
@@ -91,6 +93,14 @@ class SiteMessageHandler:
     def note_absence(self) -> None:
         """Remember that rounds may have passed without this site: it was not connected, or slower than others."""
         self._attended.clear()
+
+    def largest_message(self) -> int:
+        """The most bytes of a message that this site takes now: few without a run, during one what its recipe needs.
+
+        After a restart it is not known which run goes on, so the first message may have MAX_MESSAGE bytes."""
+        if self._open is not None:
+            return self._open.largest_message
+        return MAX_MESSAGE if any(self.config.folder.glob("runs/*/begin.pcl")) else MAX_IDLE_MESSAGE
 
     def preview_releases(self, recipe: Recipe) -> list[ReleasePreview]:
         """List what would leave this site if the recipe were approved and ran; raises what a run would raise."""

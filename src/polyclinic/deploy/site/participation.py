@@ -88,6 +88,7 @@ class RunTerms:
 
 
 WITHHELD = "requested, but not allowed"
+MESSAGE_ALLOWANCE = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -295,6 +296,11 @@ class Participation:
                 like = stage.encode(like, received, Stream(0))
             found[cluster] = like
         return found
+
+    @cached_property
+    def largest_message(self) -> int:
+        """The most bytes of a message of this run: those of its tensors, with room for a student and for lists."""
+        return MESSAGE_ALLOWANCE + 4 * max(map(messages.body_size, self.broadcast_templates.values()), default=0)
 
     @cached_property
     def broadcast_templates(self) -> dict[str, Bundle]:
