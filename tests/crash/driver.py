@@ -20,9 +20,9 @@ from polyclinic import Recipe, run
 from polyclinic.core import failpoints
 from polyclinic.core.errors import PolyclinicError
 from polyclinic.deploy.site.config import SiteConfig
-from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.federation.rounds import Watch
 from polyclinic.runs.experiment import FederatedDataset, load_sites
+from tests.deploy.example_sites import ApprovingHandler
 from tests.deploy.masking import keyring
 from tests.driving import serve
 
@@ -66,7 +66,7 @@ def answer(
         failpoints.arm_failpoint(*fault)
     try:
         site = SiteConfig.model_validate(config)
-        handler = SiteMessageHandler(site, keyring=keyring(site.site, sites) if sites else None)
+        handler = ApprovingHandler(site, keyring=keyring(site.site, sites) if sites else None)
         for number, path in enumerate(messages):
             (Path(replies) / str(number)).write_bytes(handler.answer_message(Path(path).read_bytes()))
     except BaseException:

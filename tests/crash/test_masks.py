@@ -12,14 +12,23 @@ import pytest
 
 from polyclinic.core.errors import RoundFailed
 from polyclinic.core.jobs import Failure
-from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.federation.rounds import Rounds
 from polyclinic.federation.secure_aggregation.cohort import MASKS
 from polyclinic.storage import messages
 from polyclinic.storage.journal import FolderJournal
 from tests.crash.masked import OF_SERVERS, OF_SITES
 from tests.crash.runs import KILLED, RECIPES, Driver, measured, remembered, summary, unfinished
-from tests.deploy.example_sites import Crossing, beginning, config, loop, recipe, said, simulation, write_hospitals
+from tests.deploy.example_sites import (
+    ApprovingHandler,
+    Crossing,
+    beginning,
+    config,
+    loop,
+    recipe,
+    said,
+    simulation,
+    write_hospitals,
+)
 from tests.deploy.masking import FIVE, keyring, masking_desks
 
 RECIPE = recipe(rounds=2, stages=[{"name": "mask"}])
@@ -107,7 +116,7 @@ def test_a_killed_site_gives_the_same_keys_shares_and_masked_update(
         sites=list(FIVE),
     )
     assert driver.wait(int(child)).code == KILLED
-    again = SiteMessageHandler(site, keyring=keyring("hill"))
+    again = ApprovingHandler(site, keyring=keyring("hill"))
     for order, reply in spoken[:10]:
         assert without_signature(again.answer_message(order)) == without_signature(reply)
 

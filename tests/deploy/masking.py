@@ -11,7 +11,7 @@ from polyclinic.core import Stream
 from polyclinic.core.types import SiteId
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.storage.signatures import PeerKeys, SiteSigner, make_signers
-from tests.deploy.example_sites import config
+from tests.deploy.example_sites import ApprovingHandler, config
 
 FIVE = ("fjord", "harbour", "hill", "isle", "lake")
 
@@ -35,5 +35,5 @@ def masking_desks(
 ) -> dict[str, SiteMessageHandler]:
     """Sites that can mask their updates."""
     return {
-        site: SiteMessageHandler(config(home, site, state, **settings), keyring=keyring(site, sites)) for site in sites
+        site: ApprovingHandler(config(home, site, state, **settings), keyring=keyring(site, sites)) for site in sites
     }

@@ -23,15 +23,13 @@ pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 from polyclinic import Recipe
 from polyclinic.core.types import Bundle, SiteId
 from polyclinic.deploy.flower.client import SiteConnection
-from polyclinic.deploy.provisioning.certificates import read_private_key
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.federation.secure_aggregation.site import MaskingSite
 from polyclinic.storage import messages
 from polyclinic.storage.run_folder import RunFolder
-from polyclinic.storage.signatures import PeerKeys, SiteSigner
-from tests.deploy.example_sites import recipe, simulation
-from tests.deploy.masking import FIVE, KnownSites
+from tests.deploy.example_sites import ApprovingHandler, recipe, simulation
+from tests.deploy.masking import FIVE
 from tests.deploy.memory_grid import at_work
 from tests.deploy.real_processes import Ward, forking, furnish, until
 
@@ -110,11 +108,11 @@ def observed_sites(folder: Path, observer: Observer, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(MaskingSite, "_quantise", quantise)
     configs = {site: SiteConfig.load(folder / "k" / "sites" / site / "site.yaml") for site in FIVE}
-    signers = {site: SiteSigner(site, read_private_key(config.key)) for site, config in configs.items() if config.key}
-    peers, said = PeerKeys({site: signer.key.public_key() for site, signer in signers.items()}), list[str]()
+    said: list[str] = []
     with ExitStack() as all_of_them:
         for site, config in configs.items():
-            handler = SiteMessageHandler(config, said.append, KnownSites(signers[site], peers))
+            handler = ApprovingHandler(config, said.append)
+            assert handler.keyring is not None, "the kit has the keys of all sites"
 
             def answer(data: bytes, site: SiteId = site, handler: SiteMessageHandler = handler) -> bytes:
                 fields = messages.decode(data).fields

@@ -31,6 +31,7 @@ FAILPOINTS = (
     "run-key-written",
     "chain-key-moved",
     "run-begun",
+    "order-recorded",
     "keys-made",
     "secrets-shared",
     "update-masked",

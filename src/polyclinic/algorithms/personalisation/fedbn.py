@@ -32,6 +32,7 @@ LOCAL_KINDS = {"model": "norms", "buffers": "norm buffers"}
 @dataclass(frozen=True)
 class FedBN(Algorithm):
     averages: ClassVar[bool] = True
+    site_kinds: ClassVar[tuple[str, ...]] = tuple(LOCAL_KINDS.values())
 
     def init(self, federation: Federation) -> Bundle:
         first, norms = network_weights(federation.initial), federation.norms
