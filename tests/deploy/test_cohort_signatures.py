@@ -47,6 +47,7 @@ from tests.deploy.example_sites import (
     EVERYTHING,
     SITES,
     TABLE,
+    ApprovingHandler,
     Crossing,
     asked,
     beginning,
@@ -88,7 +89,7 @@ def configured(home: Path, k: Path, site: SiteId, state: str, **settings: Any) -
 
 
 def signing(home: Path, k: Path, state: str, **settings: Any) -> dict[SiteId, SiteMessageHandler]:
-    return {site: SiteMessageHandler(configured(home, k, site, state, **settings)) for site in SITES}
+    return {site: ApprovingHandler(configured(home, k, site, state, **settings)) for site in SITES}
 
 
 def listed(k: Path) -> Callable[[], dict[str, object] | None]:
@@ -206,10 +207,12 @@ def test_a_site_that_was_away_comes_back_and_a_late_one_joins(home: Path, k: Pat
     def answer(site: SiteId, data: bytes) -> bytes | Failure:
         fields = messages.decode(data).fields
         if site == "hill" and fields["purpose"] == "train" and fields["round"] == 2:
+            crossing.desks[site].note_absence()
             return Failure("dead", "away")
         if site == "lake" and fields["purpose"] in ("begin", "train") and fields.get("round", 1) == 1:
             rounds = [messages.decode(sent).fields.get("round", 0) for _, sent in crossing.sent]
             if fields["purpose"] == "train" or max(rounds) == 0:
+                crossing.desks[site].note_absence()
                 return Failure("dead", "late")
         return crossing.answer(site, data)
 
@@ -218,8 +221,10 @@ def test_a_site_that_was_away_comes_back_and_a_late_one_joins(home: Path, k: Pat
 
     def one_away(site: SiteId, data: bytes) -> bytes | Failure:
         fields = messages.decode(data).fields
-        lost = site == "hill" and fields["purpose"] == "train" and fields["round"] == 2
-        return Failure("dead", "away") if lost else strict.answer(site, data)
+        if site == "hill" and fields["purpose"] == "train" and fields["round"] == 2:
+            strict.desks[site].note_absence()
+            return Failure("dead", "away")
+        return strict.answer(site, data)
 
     with pytest.raises(RecipeError, match=r"harbour takes part only with 3 sites or more .* raise quorum to 3"):
         played(k, one_away, tmp_path / "other", rounds=4, quorum=1)
@@ -369,7 +374,12 @@ def test_other_terms_for_one_site_are_refused(home: Path, k: Path, tmp_path: Pat
     longer = recipe(rounds=5)
     reply = said(
         found.desks["hill"].answer_message(
-            asked("begin", "hill", longer, {**{n: cheated[n] for n in ("run", "classes", "channels", "size", "plan")}})
+            asked(
+                "begin",
+                "hill",
+                longer,
+                {**{n: cheated[n] for n in ("run", "sites", "classes", "channels", "size", "plan")}},
+            )
         )
     )
     found.shown["hill"] = reply[FIELD]
@@ -379,9 +389,10 @@ def test_other_terms_for_one_site_are_refused(home: Path, k: Path, tmp_path: Pat
 
 def test_the_statement_is_kept_over_a_restart(server: HostileServer, home: Path, k: Path, tmp_path: Path) -> None:
     """A site that was restarted still knows what it was sent."""
-    server.round(1, hill=crafted(server.state))
+    server.round(1)
+    server.round(2, hill=crafted(server.state))
     server.desks = signing(home, k, tmp_path.name)
-    assert "was sent other weights in round 1 than" in refusal(server.order("hill", 2))
+    assert "was sent other weights in round 2 than" in refusal(server.order("hill", 3))
 
 
 # ---- a hostile site -------------------------------------------------------------------------------------------------
@@ -534,7 +545,7 @@ def _openssh(signer: SiteSigner) -> str:
 
 def test_a_site_without_keys_of_others_is_alone_only_if_it_says_so(home: Path, tmp_path: Path) -> None:
     for least in (1, 3):
-        desk = SiteMessageHandler(
+        desk = ApprovingHandler(
             config(home, "hill", f"{tmp_path.name} {least}", allow={**EVERYTHING, "least_sites": least})
         )
         found = HostileServer(home, {"hill": desk})

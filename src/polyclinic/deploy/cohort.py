@@ -41,7 +41,7 @@ def hash_shared_kinds(algorithm: Algorithm, received: Bundle) -> str:
 
 def hash_terms(fields: Mapping[str, object]) -> str:
     """The SHA-256 of the terms in a `begin` message that are the same for all sites."""
-    return _hash_json([fields.get(name) for name in ("recipe", "seed", "classes", "channels", "size")])
+    return _hash_json([fields.get(name) for name in ("recipe", "seed", "classes", "channels", "size", "sites")])
 
 
 def hash_statements(statements: object) -> str:

@@ -25,6 +25,8 @@ def explain_os_errors(path: Path, action: str = "write", remedy: str = ANOTHER) 
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         reason = "the disk is full" if full else error.strerror or error
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            remedy = "allow more open files (`ulimit -n`, or LimitNOFILE of systemd), then go on with the same command"
         raise StoreError(f"cannot {action} {path}: {reason}; {remedy}") from error
 
 
