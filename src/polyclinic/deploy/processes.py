@@ -120,6 +120,7 @@ def serve_site(
     report: Callable[[str], None],
     is_idle: Callable[[], bool] = lambda: False,
     largest_message: Callable[[], int] = lambda: MAX_MESSAGE_BYTES,
+    note_absence: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a site until SIGTERM or Ctrl-C.
 
@@ -129,6 +130,7 @@ def serve_site(
         report: Is called with a sentence whenever the state of the connection changes.
         is_idle: Whether the site takes part in no run at the moment.
         largest_message: The most bytes of a message that the site takes now (`SiteMessageHandler.largest_message`).
+        note_absence: Is called when rounds may have passed without the site (`SiteMessageHandler.note_absence`).
     """
     for name in ("server", "key") if config.insecure else ("server", "key", "ca"):
         if not getattr(config, name):
@@ -167,6 +169,7 @@ def serve_site(
             is_idle,
             (config.federation, config.site),
             largest_message,
+            note_absence,
         )
         with log_to_file(config.folder / "flower.log"), terminate_as_interrupt():
             try:

@@ -96,6 +96,21 @@ def append_durably(path: Path, data: bytes, half_written: str = "") -> None:
             raise
 
 
+def append_line(path: Path, line: str) -> None:
+    """Append a line durably, below one that a killed process may have left incomplete."""
+    with explain_os_errors(path):
+        start = "\n" if _ends_torn(path) else ""
+    append_durably(path, f"{start}{line}\n".encode())
+
+
+def _ends_torn(path: Path) -> bool:
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
+
+
 def _write_and_sync(file: IO[bytes], data: bytes, half: str) -> None:
     file.write(data[: len(data) // 2])
     file.flush()

@@ -69,6 +69,7 @@ class SiteConnection:
         is_idle: Whether the site takes part in no run at the moment.
         names: The names of federation and site in site.yaml, which the server compares with the owner of the key.
         largest_message: The most bytes of a message that the site takes at the moment.
+        note_absence: Is called whenever the connection was interrupted, or a reply came too late.
     """
 
     def __init__(
@@ -82,8 +83,9 @@ class SiteConnection:
         is_idle: Callable[[], bool] = lambda: False,
         names: tuple[str, str] | None = None,
         largest_message: Callable[[], int] = lambda: MAX_MESSAGE_BYTES,
+        note_absence: Callable[[], None] = lambda: None,
     ) -> None:
-        self.largest_message = largest_message
+        self.largest_message, self.note_absence = largest_message, note_absence
         self.server, self.folder, self.report, self.is_idle = server, folder, report, is_idle
         self.stop = threading.Event()
         private = read_private_key(key)
@@ -109,6 +111,7 @@ class SiteConnection:
                         while not self.stop.is_set():
                             self._answer_next_message()
                 except Disconnected as reason:
+                    self.note_absence()
                     is_over = was_connected and self.is_idle()
                     sentence = f"{self.server} has closed; waiting for the next run" if is_over else str(reason)
                     if sentence != reported:
@@ -175,8 +178,11 @@ class SiteConnection:
             return name, b"".join(response.iter_raw(PIECE_BYTES))
 
     def _push_reply(self, name: str, reply: bytes) -> None:
-        with self._send_request(REPLY, _Pieces(reply), len(reply), {MESSAGE_NAME: name}, (httpx.codes.GONE,)):
-            pass  # a reply for which nobody waits any more is as good as sent
+        with self._send_request(
+            REPLY, _Pieces(reply), len(reply), {MESSAGE_NAME: name}, (httpx.codes.GONE,)
+        ) as response:
+            if response.status_code == httpx.codes.GONE:  # nobody waits for it any more: the run went on without it
+                self.note_absence()
 
     @contextmanager
     def _send_request(
