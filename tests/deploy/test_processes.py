@@ -20,7 +20,7 @@ from polyclinic.cli.site import join
 from polyclinic.core.errors import RecipeError
 from polyclinic.core.jobs import Failure
 from polyclinic.deploy.config import ServerConfig
-from polyclinic.deploy.processes import listen_address, open_server
+from polyclinic.deploy.processes import open_server
 from polyclinic.deploy.serve import ask_sites
 from polyclinic.deploy.status import LOG_BYTES, LOG_FILES, ServerStatus, log_to_file, read_status
 from polyclinic.storage import messages
@@ -181,10 +181,18 @@ def test_without_tls_a_server_stays_on_its_own_machine(place: Path) -> None:
     """S1."""
     with pytest.raises(RecipeError, match="without TLS"), open_server(config(place, host="0.0.0.0", insecure=True)):
         pass
-    assert listen_address("localhost") == "127.0.0.1"
-    assert listen_address("127.0.0.1") == "127.0.0.1"
-    assert listen_address("::1") == "::1"
-    assert listen_address("fl.example.org") == "0.0.0.0"
+    elsewhere = config(place, insecure=True, listen="0.0.0.0:9443")
+    with pytest.raises(RecipeError, match="without TLS"), open_server(elsewhere):
+        pass
+    for host, address in (
+        ("localhost", "127.0.0.1"),
+        ("127.0.0.1", "127.0.0.1"),
+        ("::1", "::1"),
+        ("fl.example.org", "0.0.0.0"),
+        ("2001:db8::7", "::"),
+    ):
+        assert config(place, host=host, port=9000).listen_address == (address, 9000)
+        assert config(place, host=host, listen="[::1]:443").listen_address == ("::1", 443)
 
 
 def test_a_flood_of_refusals_fills_neither_memory_nor_log(place: Path) -> None:

@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, distribution, distributions
+from importlib.metadata import PackageNotFoundError, distribution, distributions, requires
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,12 @@ from polyclinic.config.bundled import recipes_folder
 from polyclinic.core import EngineError, RecipeError, __version__
 from polyclinic.storage.files import explain_os_errors
 
-FLWR = "1.41.0"
+FLWR = next(
+    need.partition(";")[0].removeprefix("flwr==").strip()
+    for need in requires("polyclinic") or []
+    if need.startswith("flwr==")
+)
+"""The only version of flwr that works, as pyproject.toml says: its internals change with every version."""
 TAG = "py3-none-any"
 HASHED = "--hash=sha256:"
 PATIENCE = 1800.0

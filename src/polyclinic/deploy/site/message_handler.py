@@ -63,6 +63,8 @@ class SiteMessageHandler:
         self.config, self.site, self.report = config, config.site, report
         self.is_idle = True
         """Whether the site takes part in no run at the moment."""
+        self.begun_runs = self.ended_runs = 0
+        """How often this process has taken part in a run, and has heard that one is over."""
         self.keys = SiteKeys(config.folder)
         self.peers = load_peers(config, self._write_log)
         """The other sites' keys and this site's own; None without the files of a kit, as in a rehearsal."""
@@ -135,6 +137,7 @@ class SiteMessageHandler:
         if purpose not in purposes:
             raise Refused("purpose", f"{messages.format_untrusted(purpose)} is nothing that a site does")
         reply = purposes[purpose](message, data)
+        self.begun_runs += self.is_idle and purpose in ("begin", "train", "evaluate")
         self.is_idle = purpose in ("enrol", "end")
         return reply
 
@@ -252,6 +255,7 @@ class SiteMessageHandler:
 
     def _handle_end(self, message: messages.Message, _: bytes) -> bytes:
         run = read_run_id(message.fields)
+        self.ended_runs += (self._run_folder(run) / "begin.pcl").exists()
         if self._open is not None and self._open.terms.run == run:
             self._open = None
         self._clear_run_folder(self._run_folder(run))
