@@ -66,8 +66,14 @@ def join(
                 out.print(Text("to approve it: polyclinic site approve SITE.yaml RECIPE"), soft_wrap=True)
             return
         try:
-            idle, absence = lambda: handler.is_idle, handler.note_absence
-            serve_site(config, handler.answer_message, log, idle, handler.largest_message, absence)
+            serve_site(
+                config,
+                handler.answer_message,
+                log,
+                lambda: handler.is_idle,
+                handler.largest_message,
+                handler.note_absence,
+            )
         except KeyboardInterrupt:
             log("stopped")
             raise typer.Exit(0) from None

@@ -16,7 +16,14 @@ from typing import Any
 from polyclinic.algorithms.base import Algorithm
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import DataError, PolyclinicError, Refused, StoreError, __version__, failpoint
-from polyclinic.deploy.cohort import FIELD, FIELDS, SiteCohort, Statement, hash_shared_kinds, hash_terms
+from polyclinic.deploy.cohort import (
+    FIELD,
+    FIELDS,
+    SiteCohort,
+    Statement,
+    hash_shared_kinds,
+    hash_terms,
+)
 from polyclinic.deploy.site.config import SiteConfig, with_remedy
 from polyclinic.deploy.site.images import build_site_profile, load_own_site
 from polyclinic.deploy.site.keys import SiteKeys, erase_run_key
@@ -90,10 +97,6 @@ class SiteMessageHandler:
                 run, "error", f"{self.site} met a mistake in its own program; its log has the details"
             )
 
-    def note_absence(self) -> None:
-        """Remember that rounds may have passed without this site: it was not connected, or slower than others."""
-        self._attended.clear()
-
     def largest_message(self) -> int:
         """The most bytes of a message that this site takes now: few without a run, during one what its recipe needs.
 
@@ -101,6 +104,10 @@ class SiteMessageHandler:
         if self._open is not None:
             return self._open.largest_message
         return MAX_MESSAGE if any(self.config.folder.glob("runs/*/begin.pcl")) else MAX_IDLE_MESSAGE
+
+    def note_absence(self) -> None:
+        """Remember that rounds may have passed without this site: it was not connected, or slower than others."""
+        self._attended.clear()
 
     def preview_releases(self, recipe: Recipe) -> list[ReleasePreview]:
         """List what would leave this site if the recipe were approved and ran; raises what a run would raise."""
