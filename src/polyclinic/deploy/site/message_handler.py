@@ -201,6 +201,7 @@ class SiteMessageHandler:
         kept, book = self._run_folder(run) / f"last-{purpose}", self._open_book(part)
         book.check(order, was_away=run not in self._attended)
         former, cohort = _cached_reply(kept, order.digest), self._check_cohort(run, order.round, fields)
+        is_new = former is None
         if former is None:
             part.check_order(message)
             answer = part.train(message) if purpose == "train" else part.evaluate(message)
