@@ -1,0 +1,359 @@
+"""A server that plays the first round of a recipe honestly and sends crafted weights from the second on.
+
+The sites run the code that real sites run (`federation.site_runner`), on the recipe as it was approved. What the server
+then knows is compared with images that the sites trained on and with images that they did not (validation and test).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from polyclinic.analysis.attack.crafted_weights import Imprint, dense_inputs, find_imprint, fit_decoder
+from polyclinic.analysis.attack.image_similarity import THRESHOLD
+from polyclinic.config.recipe import Recipe
+from polyclinic.core import Bundle, Failure, RecipeError, RoundFailed, SiteId, Stream, Update
+from polyclinic.data.examples import Images, Selection
+from polyclinic.federation.engines.local import LocalEngine
+from polyclinic.federation.rounds import Rounds
+from polyclinic.runs.assemble import RunSetup, round_options
+from polyclinic.runs.experiment import Experiment
+from polyclinic.storage.journal import RamJournal
+from polyclinic.storage.site_memory import RamMemory
+from polyclinic.training.data_order import batches_per_epoch
+
+View = Literal["each", "sum"]
+"""What the server sees: every site's update, or only the mean of all, as with masks."""
+GRID = 2.0**-24
+"""The step of the fixed point numbers to which updates are rounded before they are summed under masks."""
+FAINT = 1e-6
+"""Of the largest record: below it a bin holds rounding, not an image."""
+SHUFFLES = 999
+
+
+@dataclass(frozen=True)
+class SiteAnswer:
+    """One update, or the mean of several, to weights with an imprint."""
+
+    origin: SiteId
+    first_class: bool
+    sent: Bundle
+    back: Bundle
+
+
+@dataclass(frozen=True)
+class LabelCounts:
+    """The classes of a site's training images as the bias of the last layer tells them, and as they are."""
+
+    guessed: tuple[float, ...]
+    true: tuple[int, ...]
+
+    @property
+    def error(self) -> float:
+        """The largest error of a count, as a share of the site's images."""
+        return max(abs(a - b) for a, b in zip(self.guessed, self.true, strict=True)) / max(sum(self.true), 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Recovered:
+    """What a hostile server made of the updates it saw."""
+
+    view: View
+    images: bool
+    """Whether guesses are images; otherwise they are features of images."""
+    rounds: int
+    guesses: int
+    trained: int
+    """Images that the sites trained on …"""
+    found: int
+    """… and how many of them a guess shows: nearest of all images to it, and below the threshold …"""
+    held_out: int
+    found_held_out: int
+    """… and the same for images that they did not train on, which guesses can resemble only by chance."""
+    nearest_trained: float
+    """The share of guesses whose most similar image was trained on …"""
+    expected: float
+    """… and what it would be by chance."""
+    p_value: float
+    labels: Mapping[SiteId, LabelCounts]
+
+    @property
+    def leaks(self) -> bool:
+        """Whether guesses tell images that were trained on from others better than chance."""
+        return self.p_value <= 0.05
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "view": self.view,
+            "guesses_are": "images" if self.images else "features",
+            "crafted_rounds": self.rounds,
+            "guesses": self.guesses,
+            "trained_images": self.trained,
+            "recovered": self.found,
+            "held_out_images": self.held_out,
+            "recovered_held_out": self.found_held_out,
+            "nearest_was_trained_on": self.nearest_trained,
+            "expected_by_chance": self.expected,
+            "p_value": self.p_value,
+            "leaks": self.leaks,
+            "largest_label_count_error": max((found.error for found in self.labels.values()), default=None),
+        }
+
+
+class HostileServer:
+    """A server that knows the recipe, and sees what its sites send back."""
+
+    def __init__(self, experiment: Experiment, stream: Stream) -> None:
+        setup = experiment.setup
+        if setup.algorithm.pooled or setup.recipe.clusters or setup.networks.first.auxiliary_modules:
+            raise RecipeError(
+                f"{setup.recipe.name} trains pooled images, clusters or auxiliary networks, which this attack cannot "
+                "play; set algorithm: fedavg and drop clusters"
+            )
+        self.setup, self.stream = setup, stream
+        self.network = setup.networks.first.module
+        first = next(iter(setup.sites.values())).train
+        blank = first.batch(torch.arange(1))[0]
+        pixels = torch.cat([part.batch(torch.arange(min(len(part), 64)))[0] for part in self._parts("train")])
+        optimiser = setup.recipe.training.optimiser.name
+        imprint = find_imprint(self.network, blank, float(pixels.abs().max()), optimiser != "sgd")
+        if imprint is None:
+            raise RecipeError(
+                f"{setup.recipe.model.name} has no dense layer with a ReLU before its last layer, which this attack "
+                "turns into an imprint; attack a run of it with features and --inversion instead"
+            )
+        self.imprint: Imprint = imprint
+        rules = round_options(setup.recipe, experiment.run_id())
+        secret = experiment.secret_of_plan
+        self.rounds = Rounds(
+            setup.federation,
+            setup.algorithm,
+            LocalEngine(setup.make_runners(RamMemory(), secret)),
+            rules,
+            RamJournal(),
+            transforms=setup.transforms,
+        )
+        self.state = setup.algorithm.init(setup.federation)
+        self.decoder: Tensor | None = None
+        if imprint.layout == "shifts":
+            crafted = self._craft(self._even_thresholds(), True)
+            self.decoder = fit_decoder(self.network, imprint, crafted, stream.child("textures"))
+
+    def _parts(self, *names: str) -> Iterator[Images | Selection]:
+        for site in self.setup.sites.values():
+            for name in names:
+                part = getattr(site, name)
+                if len(part):
+                    yield part
+
+    def _craft(self, thresholds: Tensor, first_class: bool) -> Bundle:
+        return self.imprint.craft(self.state, thresholds, first_class, self.setup.plan is not None)
+
+    def _even_thresholds(self) -> Tensor:
+        """Return thresholds over all brightnesses that an image can have."""
+        low, high = (-1, 1) if self.imprint.layout == "pixels" else (0, 2)
+        return torch.linspace(low * self.imprint.range, high * self.imprint.range, self.imprint.units + 1)[:-1]
+
+    def exchange(self, round: int, sent: Bundle, view: View) -> dict[SiteId, Bundle]:
+        """Play one round with these weights; return what the server then sees, by site."""
+        sites = list(self.setup.federation.sites)
+        outbox = self.rounds.prepare_outbox("train", round, sent, sites, [])
+        replies: dict[SiteId, Update] = {}
+        for site, reply in self.rounds.engine.exchange(round, outbox, None):
+            if isinstance(reply, Failure | bytes):
+                raise RoundFailed(f"site {site} did not answer: {getattr(reply, 'sentence', 'unreadable')}")
+            tensors = reply.tensors
+            for transform in reversed(self.setup.transforms):
+                tensors = transform.decode(tensors, sent)
+            replies[site] = Update(tensors, reply.fields["examples"], site)
+        if view == "each":
+            return {site: update.tensors for site, update in replies.items()}
+        rounded = [
+            Update(round_to_grid(update.tensors, sent), update.examples, site) for site, update in replies.items()
+        ]
+        return {"all sites": self.setup.algorithm.aggregate(sent, iter(rounded))}
+
+    def play(self, rounds: int, view: View) -> list[SiteAnswer]:
+        """Play an honest round, then `rounds` with crafted weights; return the answers to those."""
+        honest = self.exchange(1, self.state, "sum")
+        self.state = {**self.state, **next(iter(honest.values()))}
+        thresholds, answers = self._even_thresholds(), []
+        known: list[Tensor] = []
+        if self.setup.plan is not None:  # the server is even told how bright the images are
+            thresholds = self._quantiles(self._brightness())
+        for number in range(rounds):
+            first_class = number % 2 == 1
+            sent = self._craft(thresholds, first_class)
+            for origin, back in self.exchange(number + 2, sent, view).items():
+                answers.append(SiteAnswer(origin, first_class, sent, back))
+                if self.setup.plan is None:
+                    known.append(self._guess([answers[-1]]) @ self.imprint.direction(sent["model"]).double())
+            if known and len(bright := torch.cat(known)):
+                thresholds = self._quantiles(bright, number + 1)
+        return answers
+
+    def _quantiles(self, bright: Tensor, shift: int = 0) -> Tensor:
+        """Return thresholds with as many images between any two of them, at other places in every round."""
+        units, offset = self.imprint.units, (shift * 0.618) % 1
+        levels = (torch.arange(units, dtype=torch.float64) + offset) / units
+        chosen = torch.quantile(bright.double().sort().values, levels.clamp(max=1.0))
+        return chosen + torch.arange(units) * 1e-9  # ascending where quantiles coincide
+
+    def _brightness(self) -> Tensor:
+        sent = self._craft(self._even_thresholds(), True)
+        features = torch.cat([self._features(part, sent) for part in self._parts("train")])
+        return features @ self.imprint.direction(sent["model"]).double()
+
+    def _features(self, part: Images | Selection, sent: Bundle) -> Tensor:
+        images = part.batch(torch.arange(len(part)))[0]
+        return dense_inputs(self.network, self.imprint.dense, sent, images).double()
+
+    def _guess(self, answers: Sequence[SiteAnswer]) -> Tensor:
+        """Return the features of the images that answers of one origin and one kind recorded, a row for each guess."""
+        bins = [self.imprint.read_bins(answer.sent, answer.back) for answer in answers]
+        images, counts = (torch.stack([one[n] for one in bins]).sum(0) for n in (0, 1))
+        if self.setup.plan is not None:
+            return images  # under noise their scale is unknown: only their direction is read
+        lit = counts.abs() > FAINT * counts.abs().max().clamp(min=1e-30)
+        found = images[lit] / counts[lit, None]
+        room = 1.05 * self.imprint.range * (1 if self.imprint.layout == "pixels" else 2)
+        fits = found.isfinite().all(1) & (found.abs().amax(1) <= room)
+        return found[fits]
+
+    def guess_images(self, answers: Sequence[SiteAnswer]) -> Tensor:
+        """Return what the server can show for all answers: rows of pixels, or of features."""
+        if self.setup.plan is None:
+            groups = [[answer] for answer in answers]
+        else:  # the same thresholds in all rounds: noise averages out
+            keys = dict.fromkeys((answer.origin, answer.first_class) for answer in answers)
+            groups = [[a for a in answers if (a.origin, a.first_class) == key] for key in keys]
+        return self.imprint.show(torch.cat([self._guess(group) for group in groups]), self.decoder)
+
+    def true_images(self, *parts: str) -> Tensor:
+        """Return the images of the sites' parts in the form that guesses have."""
+        if not self.imprint.shows_images:
+            sent = self._craft(self._even_thresholds(), True)
+            return torch.cat([self._features(part, sent) for part in self._parts(*parts)])
+        rows = [part.batch(torch.arange(len(part)))[0] for part in self._parts(*parts)]
+        return torch.cat(rows).mean(1).flatten(1).double()
+
+    def count_labels(self, answers: Sequence[SiteAnswer]) -> dict[SiteId, LabelCounts]:
+        """Read how many training images of each class a site has, from the first answer of each site that tells."""
+        found: dict[SiteId, LabelCounts] = {}
+        for answer in answers:
+            if answer.origin in self.setup.sites and answer.origin not in found and not answer.first_class:
+                data, name = self.setup.sites[answer.origin].train, f"{self.imprint.head}.bias"
+                moved = (answer.sent["model"][name] - answer.back["model"][name]).double()
+                shares = (-moved / step_length(self.setup.recipe, len(data)))[1:]
+                counts = (shares * len(data)).tolist()
+                true = torch.bincount(data.labels.cpu(), minlength=len(moved)).tolist()
+                found[answer.origin] = LabelCounts((len(data) - sum(counts), *counts), tuple(true))
+        return found
+
+    def compare(self, answers: Sequence[SiteAnswer], view: View) -> Recovered:
+        """Compare all guesses with images that were trained on, and with images that were not."""
+        guesses, inside = self.guess_images(answers), self.true_images("train")
+        outside = self.true_images("validation", "test")
+        near = count_recovered(guesses, inside, outside, self.imprint.range)
+        share, expected, p_value = compare_with_chance(guesses, inside, outside, self.stream.child("shuffles"))
+        sgd = self.setup.recipe.training.optimiser.name == "sgd"
+        return Recovered(
+            view=view,
+            images=self.imprint.shows_images,
+            rounds=len({id(answer.sent) for answer in answers}),
+            guesses=len(guesses),
+            trained=len(inside),
+            found=near[0],
+            held_out=len(outside),
+            found_held_out=near[1],
+            nearest_trained=share,
+            expected=expected,
+            p_value=p_value,
+            labels=self.count_labels(answers) if sgd else {},
+        )
+
+
+def attack_recipe(
+    recipe: Recipe, view: View, rounds: int | None = None, seed: int | None = None, data: Path | None = None
+) -> Recovered:
+    """Play a recipe as a server that sends crafted weights; return what it made of the updates.
+
+    Args:
+        recipe: The recipe, as sites approve it.
+        view: What the server sees of a round.
+        rounds: The crafted rounds (None: all of the recipe but the first).
+        seed: Of textures and shuffles (None: the recipe's).
+        data: The data folder.
+    """
+    last = recipe.rounds - 1
+    if not 1 <= (rounds or last) <= last:
+        raise RecipeError(
+            f"{recipe.name} has {recipe.rounds} rounds, of which the first is honest; attack 1 to {last} of the others"
+        )
+    server = HostileServer(Experiment(recipe, None, data), Stream(recipe.seed if seed is None else seed, ("attack",)))
+    return server.compare(server.play(rounds or last, view), view)
+
+
+def step_length(recipe: Recipe, images: int) -> float:
+    """Return how far a weight moves in a round of SGD whose gradient is always 1."""
+    training = recipe.training
+    options, batch = training.optimiser, training.batch_size(images)
+    steps = training.epochs * batches_per_epoch(images, batch) if training.epochs else training.steps or 1
+    return options.lr * sum((1 - options.momentum ** (n + 1)) / (1 - options.momentum) for n in range(steps))
+
+
+def round_to_grid(update: Bundle, received: Bundle) -> Bundle:
+    """Return an update as masks would carry it: its distance from what was received in steps of a fixed size."""
+
+    def rounded(kind: str, name: str, tensor: Tensor) -> Tensor:
+        moved = (tensor.double() - received[kind][name].double()) / GRID
+        return (received[kind][name].double() + moved.round() * GRID).to(tensor.dtype)
+
+    return {
+        kind: {name: rounded(kind, name, tensor) for name, tensor in group.items()} for kind, group in update.items()
+    }
+
+
+def count_recovered(guesses: Tensor, inside: Tensor, outside: Tensor, pixel_range: float) -> tuple[int, int]:
+    """Count the images of both kinds that are nearest of all to a guess, and nearer than `THRESHOLD` of their range."""
+    found: set[int] = set()
+    if len(guesses):
+        pool = torch.cat([inside, outside]).double()
+        distance, nearest = (torch.cdist(guesses.double(), pool) / (pool.shape[1] ** 0.5 * pixel_range)).min(1)
+        found = set(nearest[distance < THRESHOLD].tolist())
+    trained = sum(row < len(inside) for row in found)
+    return trained, len(found) - trained
+
+
+def compare_with_chance(guesses: Tensor, inside: Tensor, outside: Tensor, stream: Stream) -> tuple[float, float, float]:
+    """Test whether guesses are more similar to images that were trained on than chance allows.
+
+    Statistic: the share of guesses whose most similar image (by correlation, whatever brightness and contrast) is one
+    of `inside`. If the guesses knew nothing of which images were trained on, it would be as large for any other choice
+    of as many images among all: the permutations.
+
+    Returns:
+        The share, its mean over permutations, and the p-value.
+    """
+    pool = standardise_rows(torch.cat([inside, outside]).double())
+    if not len(guesses):
+        return 0.0, 0.0, 1.0
+    nearest = (standardise_rows(guesses.double()) @ pool.T).argmax(1)
+    generator = stream.generator()
+    shuffled = []
+    for _ in range(SHUFFLES):
+        member = torch.zeros(len(pool))
+        member[torch.randperm(len(pool), generator=generator)[: len(inside)]] = 1.0
+        shuffled.append(float(member[nearest].mean()))
+    share = float((nearest < len(inside)).double().mean())
+    beaten = sum(value >= share - 1e-12 for value in shuffled)
+    return share, sum(shuffled) / SHUFFLES, (1 + beaten) / (1 + SHUFFLES)
+
+
+def standardise_rows(rows: Tensor) -> Tensor:
+    """Return rows with mean 0 and length 1."""
+    centred = rows - rows.mean(1, keepdim=True)
+    return centred / centred.norm(dim=1, keepdim=True).clamp(min=1e-30)
