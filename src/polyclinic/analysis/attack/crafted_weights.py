@@ -34,6 +34,7 @@ SHIFTS = tuple(product((0, 1), repeat=2))
 PARITIES = ((0, 0), (1, 1), (0, 1), (1, 0))
 """Where the images of a coarser grid begin; the first two are a chessboard."""
 STEADY = 1e3
+"""s of a steady imprint; its v is the square, and the head's bias the square of that."""
 BLOCK = 4
 """Pixels along the side of the square that one place after two poolings stands for."""
 TEXTURES, RIDGE = 100, 1e-3
@@ -53,9 +54,9 @@ class Imprint:
     """The largest magnitude of a normalised pixel."""
     layout: str
     """"pixels", "shifts" (two convolutions made into shifts) or "features" (earlier layers as they are)."""
-    gain: float = 1.0
+    gain: float
     """v of (2) …"""
-    slope: float = 1e-6
+    slope: float
     """… and s of (1)."""
 
     @property
@@ -68,7 +69,7 @@ class Imprint:
 
         Args:
             weights: Weights of the network, by kind.
-            thresholds: c of (1), one for each unit, ascending.
+            thresholds: c of (1), ascending: `bins` of them.
             first_class: Read images of the first class, otherwise those of all others.
             steady: Make an imprint that stays as it is over all steps of a round.
         """
@@ -76,15 +77,25 @@ class Imprint:
         if self.layout == "shifts":
             _shift_images(model, self.range)
         slope = STEADY if steady else self.slope
-        gain = STEADY**2 if steady else self.gain
         model[f"{self.dense}.weight"] = slope * self.direction(model).expand(self.units, -1).contiguous()
-        model[f"{self.dense}.bias"] = -slope * thresholds.to(model[f"{self.dense}.bias"])
+        cuts = thresholds.repeat_interleave(self.units // len(thresholds))
+        model[f"{self.dense}.bias"] = -slope * cuts.to(model[f"{self.dense}.bias"])
         for name in ("weight", "bias"):
             model[f"{self.head}.{name}"].zero_()
         sign = -1.0 if first_class else 1.0
-        model[f"{self.head}.weight"][0] = sign * gain
-        model[f"{self.head}.bias"][0] = sign * CERTAIN
+        model[f"{self.head}.weight"][0] = sign * (STEADY**2 * self._pair_signs() if steady else self.gain)
+        model[f"{self.head}.bias"][0] = sign * (STEADY**4 if steady else CERTAIN)
         return {**weights, "model": model}
+
+    def bins(self, steady: bool) -> int:
+        """Return the number of thresholds; in a steady imprint two units share one.
+
+        They count with opposite signs, so that no gradient reaches the layers before: it would use up the clip.
+        """
+        return self.units // 2 if steady else self.units
+
+    def _pair_signs(self) -> Tensor:
+        return torch.tensor([1.0, -1.0]).repeat(self.units // 2)
 
     def direction(self, model: Tensors) -> Tensor:
         """Return a of (1), for the layer's inputs: their mean, over those that grow with an image's brightness."""
@@ -95,10 +106,15 @@ class Imprint:
             use = (signs > 0).to(weight).repeat_interleave(len(use) // len(signs))
         return use / use.sum()
 
-    def read_bins(self, sent: Bundle, back: Bundle) -> tuple[Tensor, Tensor]:
+    def read_bins(self, sent: Bundle, back: Bundle, steady: bool) -> tuple[Tensor, Tensor]:
         """Return what the bins between adjacent thresholds recorded: sums of images' features, and of their weights."""
-        moved = [sent["model"][f"{self.dense}.{n}"] - back["model"][f"{self.dense}.{n}"] for n in ("weight", "bias")]
-        images, counts = (torch.cat([t[:-1] - t[1:], t[-1:]]).double() for t in moved)
+        moved = [
+            (sent["model"][f"{self.dense}.{name}"] - back["model"][f"{self.dense}.{name}"]).double()
+            for name in ("weight", "bias")
+        ]
+        if steady:
+            moved = [t[0::2] - t[1::2] for t in moved]
+        images, counts = (torch.cat([t[:-1] - t[1:], t[-1:]]) for t in moved)
         return images, counts
 
     def show(self, features: Tensor, decoder: Tensor | None = None) -> Tensor:
@@ -129,20 +145,21 @@ def find_imprint(network: Classifier, blank: Tensor, pixel_range: float, adam: b
     dense, head = (network.get_submodule(name) for name in layers[-2:]) if len(layers) > 1 else (None, None)
     if not (isinstance(dense, nn.Linear) and isinstance(head, nn.Linear)) or not _rectifies(network, dense, blank):
         return None
-    shape = tuple(blank.shape[1:])
+    channels, height, width = blank.shape[1:]
+    shape = (channels, height, width)
     layout = "features"
     if dense.in_features == blank[0].numel() and len(layers) == 2:
         layout = "pixels"
     elif layers[:2] == ["extractor.conv1", "extractor.conv2"] and _are_shiftable(network, shape):
         layout = "shifts"
-    scales = {"gain": 1e-10, "slope": 1e-13} if adam else {}
-    return Imprint(layers[-2], layers[-1], dense.out_features, shape, pixel_range, layout, **scales)
+    gain, slope = (1e-10, 1e-13) if adam else (1.0, 1e-6)
+    return Imprint(layers[-2], layers[-1], dense.out_features, shape, pixel_range, layout, gain, slope)
 
 
 @torch.no_grad()
 def _rectifies(network: Classifier, dense: nn.Linear, blank: Tensor) -> bool:
     """Return whether negative outputs of the layer arrive at the head as zeros."""
-    if dense.bias is None or not isinstance(network.extractor, nn.Module):
+    if getattr(dense, "bias", None) is None:
         return False
     mode, handle = network.training, dense.register_forward_hook(lambda *_: torch.full((1, dense.out_features), -1.0))
     try:
@@ -196,7 +213,8 @@ def fit_decoder(network: Classifier, imprint: Imprint, weights: Bundle, stream: 
     columns = _neighbour_columns(dense_inputs(network, imprint.dense, weights, shown), height, width)
     wanted = nn.functional.unfold(pixels[:, None] * imprint.range, BLOCK, stride=BLOCK).transpose(1, 2).flatten(0, 1)
     left = columns.T @ columns + RIDGE * torch.eye(columns.shape[1], dtype=columns.dtype, device=columns.device)
-    return torch.linalg.solve(left, columns.T @ wanted.to(columns))
+    found: Tensor = torch.linalg.solve(left, columns.T @ wanted.to(columns))
+    return found
 
 
 def draw_textures(number: int, height: int, width: int, stream: Stream) -> Tensor:
@@ -206,7 +224,8 @@ def draw_textures(number: int, height: int, width: int, stream: Stream) -> Tenso
     amplitude = frequency.clamp(min=1 / max(height, width)) ** -1.5
     found = torch.fft.irfft2(torch.fft.rfft2(noise) * amplitude, s=(height, width))
     deviation, mean = torch.std_mean(found, dim=(1, 2), keepdim=True)
-    return 0.35 + 0.2 * (found - mean) / deviation
+    drawn: Tensor = 0.35 + 0.2 * (found - mean) / deviation
+    return drawn
 
 
 @torch.no_grad()

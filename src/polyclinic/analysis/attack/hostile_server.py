@@ -4,34 +4,42 @@ The sites run the code that real sites run (`federation.site_runner`), on the re
 then knows is compared with images that the sites trained on and with images that they did not (validation and test).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from polyclinic.analysis.attack.crafted_weights import Imprint, dense_inputs, find_imprint, fit_decoder
-from polyclinic.analysis.attack.image_similarity import THRESHOLD
+from polyclinic.analysis.attack.crafted_weights import (
+    Imprint,
+    dense_inputs,
+    draw_textures,
+    find_imprint,
+    fit_decoder,
+)
+from polyclinic.analysis.attack.recovery import (
+    LabelCounts,
+    Recovered,
+    View,
+    compare_with_chance,
+    count_recovered,
+)
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import Bundle, Failure, RecipeError, RoundFailed, SiteId, Stream, Update
 from polyclinic.data.examples import Images, Selection
 from polyclinic.federation.engines.local import LocalEngine
 from polyclinic.federation.rounds import Rounds
-from polyclinic.runs.assemble import RunSetup, round_options
+from polyclinic.runs.assemble import round_options
 from polyclinic.runs.experiment import Experiment
 from polyclinic.storage.journal import RamJournal
 from polyclinic.storage.site_memory import RamMemory
 from polyclinic.training.data_order import batches_per_epoch
 
-View = Literal["each", "sum"]
-"""What the server sees: every site's update, or only the mean of all, as with masks."""
 GRID = 2.0**-24
 """The step of the fixed point numbers to which updates are rounded before they are summed under masks."""
 FAINT = 1e-6
 """Of the largest record: below it a bin holds rounding, not an image."""
-SHUFFLES = 999
 
 
 @dataclass(frozen=True)
@@ -42,65 +50,6 @@ class SiteAnswer:
     first_class: bool
     sent: Bundle
     back: Bundle
-
-
-@dataclass(frozen=True)
-class LabelCounts:
-    """The classes of a site's training images as the bias of the last layer tells them, and as they are."""
-
-    guessed: tuple[float, ...]
-    true: tuple[int, ...]
-
-    @property
-    def error(self) -> float:
-        """The largest error of a count, as a share of the site's images."""
-        return max(abs(a - b) for a, b in zip(self.guessed, self.true, strict=True)) / max(sum(self.true), 1)
-
-
-@dataclass(frozen=True, eq=False)
-class Recovered:
-    """What a hostile server made of the updates it saw."""
-
-    view: View
-    images: bool
-    """Whether guesses are images; otherwise they are features of images."""
-    rounds: int
-    guesses: int
-    trained: int
-    """Images that the sites trained on …"""
-    found: int
-    """… and how many of them a guess shows: nearest of all images to it, and below the threshold …"""
-    held_out: int
-    found_held_out: int
-    """… and the same for images that they did not train on, which guesses can resemble only by chance."""
-    nearest_trained: float
-    """The share of guesses whose most similar image was trained on …"""
-    expected: float
-    """… and what it would be by chance."""
-    p_value: float
-    labels: Mapping[SiteId, LabelCounts]
-
-    @property
-    def leaks(self) -> bool:
-        """Whether guesses tell images that were trained on from others better than chance."""
-        return self.p_value <= 0.05
-
-    def as_json(self) -> dict[str, object]:
-        return {
-            "view": self.view,
-            "guesses_are": "images" if self.images else "features",
-            "crafted_rounds": self.rounds,
-            "guesses": self.guesses,
-            "trained_images": self.trained,
-            "recovered": self.found,
-            "held_out_images": self.held_out,
-            "recovered_held_out": self.found_held_out,
-            "nearest_was_trained_on": self.nearest_trained,
-            "expected_by_chance": self.expected,
-            "p_value": self.p_value,
-            "leaks": self.leaks,
-            "largest_label_count_error": max((found.error for found in self.labels.values()), default=None),
-        }
 
 
 class HostileServer:
@@ -126,6 +75,8 @@ class HostileServer:
                 "turns into an imprint; attack a run of it with features and --inversion instead"
             )
         self.imprint: Imprint = imprint
+        self.steady = setup.plan is not None
+        self.bins = imprint.bins(self.steady)
         rules = round_options(setup.recipe, experiment.run_id())
         secret = experiment.secret_of_plan
         self.rounds = Rounds(
@@ -142,20 +93,22 @@ class HostileServer:
             crafted = self._craft(self._even_thresholds(), True)
             self.decoder = fit_decoder(self.network, imprint, crafted, stream.child("textures"))
 
+    def _part(self, site: SiteId, name: str) -> Images | Selection:
+        part = getattr(self.setup.sites[site], name)
+        assert isinstance(part, Images | Selection)
+        return part
+
     def _parts(self, *names: str) -> Iterator[Images | Selection]:
-        for site in self.setup.sites.values():
-            for name in names:
-                part = getattr(site, name)
-                if len(part):
-                    yield part
+        """Yield the parts of all sites that have images."""
+        yield from (part for site in self.setup.sites for name in names if len(part := self._part(site, name)))
 
     def _craft(self, thresholds: Tensor, first_class: bool) -> Bundle:
-        return self.imprint.craft(self.state, thresholds, first_class, self.setup.plan is not None)
+        return self.imprint.craft(self.state, thresholds, first_class, self.steady)
 
     def _even_thresholds(self) -> Tensor:
         """Return thresholds over all brightnesses that an image can have."""
         low, high = (-1, 1) if self.imprint.layout == "pixels" else (0, 2)
-        return torch.linspace(low * self.imprint.range, high * self.imprint.range, self.imprint.units + 1)[:-1]
+        return torch.linspace(low * self.imprint.range, high * self.imprint.range, self.bins + 1)[:-1]
 
     def exchange(self, round: int, sent: Bundle, view: View) -> dict[SiteId, Bundle]:
         """Play one round with these weights; return what the server then sees, by site."""
@@ -182,14 +135,14 @@ class HostileServer:
         self.state = {**self.state, **next(iter(honest.values()))}
         thresholds, answers = self._even_thresholds(), []
         known: list[Tensor] = []
-        if self.setup.plan is not None:  # the server is even told how bright the images are
-            thresholds = self._quantiles(self._brightness())
+        if self.steady:  # the server is even told how bright the images are
+            thresholds = self._separate_brightest()
         for number in range(rounds):
             first_class = number % 2 == 1
             sent = self._craft(thresholds, first_class)
             for origin, back in self.exchange(number + 2, sent, view).items():
                 answers.append(SiteAnswer(origin, first_class, sent, back))
-                if self.setup.plan is None:
+                if not self.steady:
                     known.append(self._guess([answers[-1]]) @ self.imprint.direction(sent["model"]).double())
             if known and len(bright := torch.cat(known)):
                 thresholds = self._quantiles(bright, number + 1)
@@ -197,15 +150,30 @@ class HostileServer:
 
     def _quantiles(self, bright: Tensor, shift: int = 0) -> Tensor:
         """Return thresholds with as many images between any two of them, at other places in every round."""
-        units, offset = self.imprint.units, (shift * 0.618) % 1
-        levels = (torch.arange(units, dtype=torch.float64) + offset) / units
+        bins, offset = self.bins, (shift * 0.618) % 1
+        levels = (torch.arange(bins, dtype=torch.float64) + offset) / bins
         chosen = torch.quantile(bright.double().sort().values, levels.clamp(max=1.0))
-        return chosen + torch.arange(units) * 1e-9  # ascending where quantiles coincide
+        return chosen + torch.arange(bins) * 1e-9  # ascending where quantiles coincide
 
-    def _brightness(self) -> Tensor:
+    def _brightness(self, site: SiteId) -> Tensor:
+        """Return a·f of a site's training images, as a network with an imprint sees them."""
         sent = self._craft(self._even_thresholds(), True)
-        features = torch.cat([self._features(part, sent) for part in self._parts("train")])
-        return features @ self.imprint.direction(sent["model"]).double()
+        return self._features(self._part(site, "train"), sent) @ self.imprint.direction(sent["model"]).double()
+
+    def _separate_brightest(self) -> Tensor:
+        """Return thresholds between the brightest training images of all sites: one image in each bin."""
+        every = torch.cat([self._brightness(site) for site in self.setup.sites])
+        bright = torch.tensor(sorted(set(every.tolist()))[-self.bins - 1 :], dtype=torch.float64)
+        between = (bright[:-1] + bright[1:]) / 2
+        spare = torch.linspace(-2, -1, self.bins - len(between), dtype=torch.float64) + bright[0]
+        return torch.cat([spare, between])
+
+    def _occupied_bins(self, answer: SiteAnswer, thresholds: Tensor) -> Tensor:
+        """Return which bins hold an image of the site, of the classes asked for: under noise the server is told."""
+        first = self.setup.sites[answer.origin].train.labels.cpu() == 0
+        chosen = self._brightness(answer.origin)[first == answer.first_class]
+        places = torch.searchsorted(thresholds.double(), chosen) - 1
+        return torch.bincount(places[places >= 0], minlength=len(thresholds)) > 0
 
     def _features(self, part: Images | Selection, sent: Bundle) -> Tensor:
         images = part.batch(torch.arange(len(part)))[0]
@@ -213,19 +181,29 @@ class HostileServer:
 
     def _guess(self, answers: Sequence[SiteAnswer]) -> Tensor:
         """Return the features of the images that answers of one origin and one kind recorded, a row for each guess."""
-        bins = [self.imprint.read_bins(answer.sent, answer.back) for answer in answers]
+        bins = [self.imprint.read_bins(answer.sent, answer.back, self.steady) for answer in answers]
         images, counts = (torch.stack([one[n] for one in bins]).sum(0) for n in (0, 1))
-        if self.setup.plan is not None:
-            return images  # under noise their scale is unknown: only their direction is read
+        if self.steady:  # under noise only their direction is read, and the length is that of an image
+            chosen = images[self._occupied_bins(answers[0], self._separate_brightest())]
+            unit: Tensor = chosen / chosen.norm(dim=1, keepdim=True).clamp(min=1e-30)
+            return unit * self._usual_length()
         lit = counts.abs() > FAINT * counts.abs().max().clamp(min=1e-30)
         found = images[lit] / counts[lit, None]
         room = 1.05 * self.imprint.range * (1 if self.imprint.layout == "pixels" else 2)
         fits = found.isfinite().all(1) & (found.abs().amax(1) <= room)
         return found[fits]
 
+    def _usual_length(self) -> float:
+        """Return the length of the features of a texture, which is near that of any image."""
+        channels, height, width = self.imprint.image
+        pixels = draw_textures(8, height, width, self.stream.child("length")) * self.imprint.range
+        shown = pixels[:, None].expand(-1, channels, -1, -1)
+        sent = self._craft(self._even_thresholds(), True)
+        return float(dense_inputs(self.network, self.imprint.dense, sent, shown).norm(dim=1).mean())
+
     def guess_images(self, answers: Sequence[SiteAnswer]) -> Tensor:
         """Return what the server can show for all answers: rows of pixels, or of features."""
-        if self.setup.plan is None:
+        if not self.steady:
             groups = [[answer] for answer in answers]
         else:  # the same thresholds in all rounds: noise averages out
             keys = dict.fromkeys((answer.origin, answer.first_class) for answer in answers)
@@ -315,45 +293,3 @@ def round_to_grid(update: Bundle, received: Bundle) -> Bundle:
     return {
         kind: {name: rounded(kind, name, tensor) for name, tensor in group.items()} for kind, group in update.items()
     }
-
-
-def count_recovered(guesses: Tensor, inside: Tensor, outside: Tensor, pixel_range: float) -> tuple[int, int]:
-    """Count the images of both kinds that are nearest of all to a guess, and nearer than `THRESHOLD` of their range."""
-    found: set[int] = set()
-    if len(guesses):
-        pool = torch.cat([inside, outside]).double()
-        distance, nearest = (torch.cdist(guesses.double(), pool) / (pool.shape[1] ** 0.5 * pixel_range)).min(1)
-        found = set(nearest[distance < THRESHOLD].tolist())
-    trained = sum(row < len(inside) for row in found)
-    return trained, len(found) - trained
-
-
-def compare_with_chance(guesses: Tensor, inside: Tensor, outside: Tensor, stream: Stream) -> tuple[float, float, float]:
-    """Test whether guesses are more similar to images that were trained on than chance allows.
-
-    Statistic: the share of guesses whose most similar image (by correlation, whatever brightness and contrast) is one
-    of `inside`. If the guesses knew nothing of which images were trained on, it would be as large for any other choice
-    of as many images among all: the permutations.
-
-    Returns:
-        The share, its mean over permutations, and the p-value.
-    """
-    pool = standardise_rows(torch.cat([inside, outside]).double())
-    if not len(guesses):
-        return 0.0, 0.0, 1.0
-    nearest = (standardise_rows(guesses.double()) @ pool.T).argmax(1)
-    generator = stream.generator()
-    shuffled = []
-    for _ in range(SHUFFLES):
-        member = torch.zeros(len(pool))
-        member[torch.randperm(len(pool), generator=generator)[: len(inside)]] = 1.0
-        shuffled.append(float(member[nearest].mean()))
-    share = float((nearest < len(inside)).double().mean())
-    beaten = sum(value >= share - 1e-12 for value in shuffled)
-    return share, sum(shuffled) / SHUFFLES, (1 + beaten) / (1 + SHUFFLES)
-
-
-def standardise_rows(rows: Tensor) -> Tensor:
-    """Return rows with mean 0 and length 1."""
-    centred = rows - rows.mean(1, keepdim=True)
-    return centred / centred.norm(dim=1, keepdim=True).clamp(min=1e-30)
