@@ -28,8 +28,8 @@ from torch.func import functional_call
 from polyclinic.core import Bundle, Stream, Tensors
 from polyclinic.models.classifier import Classifier
 
-CERTAIN = 50.0
-"""A logit beyond all others by this is a probability of 1 within float32's precision."""
+CERTAIN = 1e6
+"""The logit of one answer that no round's training brings down to those of the others: its probability is 1."""
 SHIFTS = tuple(product((0, 1), repeat=2))
 PARITIES = ((0, 0), (1, 1), (0, 1), (1, 0))
 """Where the images of a coarser grid begin; the first two are a chessboard."""
@@ -43,7 +43,10 @@ TEXTURES, RIDGE = 100, 1e-3
 
 @dataclass(frozen=True)
 class Imprint:
-    """A network's hidden dense layer that can be turned into an imprint, and what its inputs are of an image."""
+    """A network's hidden dense layer that can be turned into an imprint, and what its inputs are of an image.
+
+    A network without such a layer still tells its sites' class counts: by (2), from the bias of the head alone.
+    """
 
     dense: str
     head: str
@@ -53,7 +56,8 @@ class Imprint:
     range: float
     """The largest magnitude of a normalised pixel."""
     layout: str
-    """"pixels", "shifts" (two convolutions made into shifts) or "features" (earlier layers as they are)."""
+    """"pixels", "shifts" (two convolutions made into shifts), "features" (earlier layers as they are), or "labels"
+    where there is no imprint."""
     gain: float
     """v of (2) …"""
     slope: float
@@ -62,7 +66,7 @@ class Imprint:
     @property
     def shows_images(self) -> bool:
         """Whether guesses are images; otherwise they are the features of images."""
-        return self.layout != "features"
+        return self.layout in ("pixels", "shifts")
 
     def craft(self, weights: Bundle, thresholds: Tensor, first_class: bool, steady: bool) -> Bundle:
         """Return the weights to send: those given, with the imprint in them.
@@ -76,15 +80,17 @@ class Imprint:
         model = {name: tensor.detach().clone() for name, tensor in weights["model"].items()}
         if self.layout == "shifts":
             _shift_images(model, self.range)
+        for name in ("weight", "bias"):
+            model[f"{self.head}.{name}"].zero_()
+        sign = -1.0 if first_class else 1.0
+        model[f"{self.head}.bias"][0] = sign * (STEADY**4 if steady else CERTAIN)
+        if self.layout == "labels":
+            return {**weights, "model": model}
         slope = STEADY if steady else self.slope
         model[f"{self.dense}.weight"] = slope * self.direction(model).expand(self.units, -1).contiguous()
         cuts = thresholds.repeat_interleave(self.units // len(thresholds))
         model[f"{self.dense}.bias"] = -slope * cuts.to(model[f"{self.dense}.bias"])
-        for name in ("weight", "bias"):
-            model[f"{self.head}.{name}"].zero_()
-        sign = -1.0 if first_class else 1.0
         model[f"{self.head}.weight"][0] = sign * (STEADY**2 * self._pair_signs() if steady else self.gain)
-        model[f"{self.head}.bias"][0] = sign * (STEADY**4 if steady else CERTAIN)
         return {**weights, "model": model}
 
     def bins(self, steady: bool) -> int:
@@ -125,7 +131,7 @@ class Imprint:
         channels, height, width = self.image
         if self.layout == "pixels":
             return features.reshape(len(features), channels, -1).mean(1)
-        if self.layout == "features":
+        if not self.shows_images:
             return features
         assert decoder is not None
         blocks = (_neighbour_columns(features, height, width) @ decoder).reshape(len(features), -1, BLOCK**2)
@@ -133,7 +139,7 @@ class Imprint:
 
 
 def find_imprint(network: Classifier, blank: Tensor, pixel_range: float, adam: bool = False) -> Imprint | None:
-    """Return the imprint that fits a network: None if it has no dense layer with ReLU before its last one.
+    """Return the imprint that fits a network: None if its last layer is not a dense one with a bias.
 
     Args:
         network: The network that the recipe names.
@@ -142,11 +148,14 @@ def find_imprint(network: Classifier, blank: Tensor, pixel_range: float, adam: b
         adam: Whether sites train with Adam.
     """
     layers = network.leaf_layers()
-    dense, head = (network.get_submodule(name) for name in layers[-2:]) if len(layers) > 1 else (None, None)
-    if not (isinstance(dense, nn.Linear) and isinstance(head, nn.Linear)) or not _rectifies(network, dense, blank):
+    head = network.get_submodule(layers[-1])
+    if not isinstance(head, nn.Linear) or f"{layers[-1]}.bias" not in dict(network.named_parameters()):
         return None
     channels, height, width = blank.shape[1:]
     shape = (channels, height, width)
+    dense = network.get_submodule(layers[-2]) if len(layers) > 1 else None
+    if not isinstance(dense, nn.Linear) or not _rectifies(network, dense, head, blank):
+        return Imprint("", layers[-1], 0, shape, pixel_range, "labels", 1.0, 1.0)
     layout = "features"
     if dense.in_features == blank[0].numel() and len(layers) == 2:
         layout = "pixels"
@@ -157,15 +166,24 @@ def find_imprint(network: Classifier, blank: Tensor, pixel_range: float, adam: b
 
 
 @torch.no_grad()
-def _rectifies(network: Classifier, dense: nn.Linear, blank: Tensor) -> bool:
-    """Return whether negative outputs of the layer arrive at the head as zeros."""
-    if getattr(dense, "bias", None) is None:
-        return False
-    mode, handle = network.training, dense.register_forward_hook(lambda *_: torch.full((1, dense.out_features), -1.0))
+def _rectifies(network: Classifier, dense: nn.Linear, head: nn.Linear, blank: Tensor) -> bool:
+    """Return whether negative outputs of a layer arrive at the last one as zeros."""
+    mode, found = network.training, torch.ones(1)
+
+    def keep_input(_: nn.Module, given: tuple[Tensor]) -> None:
+        nonlocal found
+        found = given[0]
+
+    handles = [
+        dense.register_forward_hook(lambda *_: blank.new_full((1, dense.out_features), -1.0)),
+        head.register_forward_pre_hook(keep_input),
+    ]
     try:
-        return bool((network.cpu().eval().extractor(blank.cpu()) == 0).all())
+        network.eval()(blank)
+        return dense.out_features == head.in_features and not bool(found.any())
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         network.train(mode)
 
 

@@ -71,8 +71,8 @@ class HostileServer:
         imprint = find_imprint(self.network, blank, float(pixels.abs().max()), optimiser != "sgd")
         if imprint is None:
             raise RecipeError(
-                f"{setup.recipe.model.name} has no dense layer with a ReLU before its last layer, which this attack "
-                "turns into an imprint; attack a run of it with features and --inversion instead"
+                f"{setup.recipe.model.name} does not end in a dense layer with a bias, which this attack needs; attack "
+                "a finished run of it instead"
             )
         self.imprint: Imprint = imprint
         self.steady = setup.plan is not None
@@ -135,14 +135,14 @@ class HostileServer:
         self.state = {**self.state, **next(iter(honest.values()))}
         thresholds, answers = self._even_thresholds(), []
         known: list[Tensor] = []
-        if self.steady:  # the server is even told how bright the images are
+        if self.steady and self.bins:  # the server is even told how bright the images are
             thresholds = self._separate_brightest()
         for number in range(rounds):
             first_class = number % 2 == 1
             sent = self._craft(thresholds, first_class)
             for origin, back in self.exchange(number + 2, sent, view).items():
                 answers.append(SiteAnswer(origin, first_class, sent, back))
-                if not self.steady:
+                if not self.steady and self.bins:
                     known.append(self._guess([answers[-1]]) @ self.imprint.direction(sent["model"]).double())
             if known and len(bright := torch.cat(known)):
                 thresholds = self._quantiles(bright, number + 1)
@@ -181,6 +181,8 @@ class HostileServer:
 
     def _guess(self, answers: Sequence[SiteAnswer]) -> Tensor:
         """Return the features of the images that answers of one origin and one kind recorded, a row for each guess."""
+        if self.imprint.layout == "labels":
+            return torch.zeros(0, 1, dtype=torch.float64)
         bins = [self.imprint.read_bins(answer.sent, answer.back, self.steady) for answer in answers]
         images, counts = (torch.stack([one[n] for one in bins]).sum(0) for n in (0, 1))
         if self.steady:  # under noise only their direction is read, and the length is that of an image
@@ -212,6 +214,8 @@ class HostileServer:
 
     def true_images(self, *parts: str) -> Tensor:
         """Return the images of the sites' parts in the form that guesses have."""
+        if self.imprint.layout == "labels":
+            return torch.zeros(sum(map(len, self._parts(*parts))), 1)
         if not self.imprint.shows_images:
             sent = self._craft(self._even_thresholds(), True)
             return torch.cat([self._features(part, sent) for part in self._parts(*parts)])
