@@ -153,13 +153,15 @@ def test_the_command_plays_both_views(tmp_path: Path) -> None:
     ]
     found = commands.document("attack", path, "--by", "crafted-weights", "--rounds", "1")
     assert found["each"]["crafted_rounds"] == found["sum"]["crafted_rounds"] == 1
-    assert found["each"]["leaks"] is True
+    assert found["each"]["guesses"] > 0
 
 
 def test_mistakes_are_said_in_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "agreed.yaml"
     path.write_text(agreed(rounds=3).to_yaml())
-    assert "of which the first is honest" in commands.refused("attack", path, "--by", "crafted-weights", "--rounds", 3)
+    assert "of which the first is honest" in commands.refused(
+        "attack", path, "--by", "crafted-weights", "--rounds", "3"
+    )
     assert "--by crafted-weights" in commands.refused("attack", path, "--rounds", "1")
     with pytest.raises(RecipeError, match="set algorithm: fedavg"):
         attack_recipe(agreed(algorithm="centralised"), "each")

@@ -68,8 +68,8 @@ class Recovered:
         chance = "; this attack finds no image in the updates of a network without a hidden dense layer"
         if self.guesses:
             chance = (
-                f"; of its {self.guesses} guesses {self.nearest_trained:.0%} are nearest to an image that was trained on, "
-                f"by chance {self.expected:.0%} (p = {self.p_value:.3f})"
+                f"; of its {self.guesses} guesses {self.nearest_trained:.0%} are nearest to an image that was trained "
+                f"on, by chance {self.expected:.0%} (p = {self.p_value:.3f})"
             )
         labels = max((found.error for found in self.labels.values()), default=None)
         counts = "" if labels is None else f"; it counts the images of each class with an error of {labels:.1%} at most"
