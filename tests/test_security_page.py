@@ -1,0 +1,125 @@
+"""SECURITY.md and the threat model claim nothing without a test, and every test that they name is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SECURITY, MODEL = ROOT / "SECURITY.md", ROOT / "docs" / "threat-model.md"
+NAMED = re.compile(r"`(test_\w+)`")
+
+
+@cache
+def existing_tests() -> frozenset[str]:
+    """The names of all test functions, as pytest collects them."""
+    found = set()
+    for path in ROOT.glob("tests/**/test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                found.add(node.name)
+    return frozenset(found)
+
+
+def defences(page: str) -> list[str]:
+    """The sentences of all bullets under headings that begin with "What holds"."""
+    sentences = []
+    for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
+        title, _, text = section.partition("\n")
+        if title.startswith("What holds"):
+            for bullet in re.split(r"^- ", text, flags=re.MULTILINE)[1:]:
+                sentences += re.split(r"(?<=\.)\s+(?=[A-Z])", " ".join(bullet.split()))
+    return sentences
+
+
+def rows(page: str) -> list[list[str]]:
+    """The cells of all rows of the threat model's tables, without headings."""
+    lines = [line for line in page.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in cells if not set("".join(row)) <= set("-: ") and row[0] != "may try"]
+
+
+def test_every_sentence_of_the_defence_names_its_test() -> None:
+    found = defences(SECURITY.read_text(encoding="utf-8"))
+    assert len(found) > 30
+    assert [sentence for sentence in found if not NAMED.search(sentence)] == []
+
+
+def test_every_row_of_the_threat_model_names_its_test_or_says_that_nothing_holds() -> None:
+    found = rows(MODEL.read_text(encoding="utf-8"))
+    assert len(found) > 20
+    assert [row[0] for row in found if len(row) != 4] == []
+    assert [row[0] for row in found if not (NAMED.search(row[2]) or row[1].startswith("nothing"))] == []
+    assert [row[0] for row in found if not row[3]] == []  # what remains is said
+
+
+@pytest.mark.parametrize("page", [SECURITY, MODEL], ids=["security", "threat-model"])
+def test_every_test_that_is_named_exists(page: Path) -> None:
+    named = set(NAMED.findall(page.read_text(encoding="utf-8")))
+    assert sorted(named - existing_tests() - AWAITED) == []
+
+
+def test_a_sentence_without_a_test_is_seen() -> None:
+    page = "## What holds here\n\n- It is so (`test_a`). It is\n  safe. And (`test_b`).\n\n## Weak\n\n- No.\n"
+    assert [s for s in defences(page) if not NAMED.search(s)] == ["It is safe."]
+
+
+AWAITED = frozenset(
+    [
+        "test_a_cohort_below_the_threshold_is_refused",
+        "test_a_cohort_of_one_is_refused",
+        "test_a_connection_without_a_signed_request_is_closed_in_seconds",
+        "test_a_coordinator_can_invent_sites_unless_people_have_pinned_them",
+        "test_a_head_without_end_takes_no_memory",
+        "test_a_message_that_is_larger_than_a_site_takes_is_refused_there",
+        "test_a_request_that_was_changed_is_refused",
+        "test_a_revoked_key_gets_nothing_out_of_a_request_that_was_held_open",
+        "test_a_revoked_site_is_cut_off_and_the_others_work_on",
+        "test_a_row_that_was_changed_is_found",
+        "test_a_second_list_of_survivors_is_refused_in_the_same_round",
+        "test_a_server_that_goes_back_from_other_weights_runs_out_of_budget",
+        "test_a_server_that_repeats_an_order_pushes_no_row_out",
+        "test_a_silent_site_is_not_waited_for_for_ever_after_the_last_round",
+        "test_a_site_reports_on_no_more_images_than_it_registered",
+        "test_a_site_that_fails_refuses_or_lies_in_the_evaluation_is_left_out_and_named",
+        "test_a_whole_kit_of_another_authority_has_another_fingerprint",
+        "test_absence_excuses_as_many_rounds_as_the_policy_says",
+        "test_an_altered_kit_is_refused_by_everybody",
+        "test_an_old_signature_and_another_sites_are_refused",
+        "test_below_the_threshold_the_round_ends_and_nothing_is_unmasked",
+        "test_every_attack_is_refused_by_name_and_tells_nothing",
+        "test_false_shares_of_more_sites_end_the_round",
+        "test_false_shares_of_one_site_are_found_and_done_without",
+        "test_forged_keys_in_a_sites_name_are_refused_by_all",
+        "test_going_back_is_an_order_of_its_own_that_people_allow_once",
+        "test_idle_connections_harm_neither_rounds_nor_descriptors",
+        "test_metrics_lie_in_their_ranges",
+        "test_never_both_secrets_of_one_site_are_revealed",
+        "test_no_update_is_in_the_servers_memory_on_its_disk_or_on_the_wire",
+        "test_numbers_that_the_algorithm_does_not_declare_stay",
+        "test_of_many_evaluations_one_is_answered_at_most_and_of_test_images",
+        "test_one_image_a_round_is_read_only_where_the_site_lets_a_round_have_one",
+        "test_only_a_newer_list_of_the_authority_is_taken",
+        "test_only_what_was_approved_runs_until_it_is_withdrawn",
+        "test_other_weights_for_one_site_are_refused_by_all_in_the_next_round",
+        "test_repeated_orders_come_to_an_end",
+        "test_rounded_predictions_are_probabilities_near_the_exact_ones",
+        "test_runs_are_counted_by_the_day_whatever_is_ended_between",
+        "test_start_installs_what_the_kit_names_and_nothing_else",
+        "test_statements_of_others_cannot_be_made_up",
+        "test_the_coordinator_has_no_private_key_of_any_site",
+        "test_the_default_of_a_kit_is_the_strict_one",
+        "test_thousands_of_idle_connections",
+        "test_training_and_validation_images_are_predicted_for_nobody",
+        "test_what_the_server_gets_of_a_site_is_uniform_and_never_its_update",
+        "test_where_no_figure_may_leave_the_run_ends_and_says_where_they_are",
+        "test_with_the_public_key_alone_nobody_is_woken_and_nothing_is_charged",
+        "test_without_hashes_nothing_is_installed_unless_told",
+        "test_wrong_scores_are_refused_by_name_and_the_others_count",
+    ]
+)
+"""Tests of branches that are not merged yet. Empty it when they are."""
