@@ -37,19 +37,24 @@ BASE: dict[str, Any] = {
     "training": {"epochs": 2, "batch": 16, "optimiser": SGD},
 }
 CASES: dict[str, dict[str, Any]] = {
-    "BUSI, cnn_c": {},
-    "BUSI, cnn_c, momentum": {"training.optimiser": {**SGD, "momentum": 0.9}},
-    "BUSI, cnn_c, Adam": {"training.optimiser": {"name": "adam", "lr": 0.001}},
-    "BUSI, small_cnn, batch 32": {"model.name": "small_cnn", "training.batch": 32},
-    "BUSI, mlp": {"model.name": "mlp"},
-    "PneumoniaMNIST, cnn_c": {"data": LUNGS},
-    "phantom, 65 images or so a site": {"data": PHANTOM},
-    "BUSI, 5 rounds": {"rounds": 5},
+    "BUSI, `cnn_c`, batch 16": {},
+    "the same, momentum 0.9": {"training.optimiser": {**SGD, "momentum": 0.9}},
+    "the same, Adam": {"training.optimiser": {"name": "adam", "lr": 0.001}},
+    "BUSI, `small_cnn`, batch 32": {"model.name": "small_cnn", "training.batch": 32},
+    "BUSI, `mlp`": {"model.name": "mlp"},
+    "BUSI, `cnn_b` with dropout 0.5": {"model.name": "cnn_b"},
+    "BUSI, `groupnorm_cnn` without dropout, 5 rounds (features)": {
+        "model": {"name": "groupnorm_cnn", "dropout": 0},
+        "rounds": 5,
+    },
+    "PneumoniaMNIST, `cnn_c`": {"data": LUNGS},
+    "phantom, `cnn_c`, 3 sites of 64 images": {"data": PHANTOM},
+    "BUSI, `cnn_c`, 5 rounds": {"rounds": 5},
 }
 PRIVATE: dict[str, dict[str, Any]] = {
-    "BUSI, cnn_c, ε = 8": {"privacy": {"epsilon": 8}},
-    "PneumoniaMNIST, cnn_c, ε = 8": {"data": LUNGS, "privacy": {"epsilon": 8}},
-    "BUSI, cnn_c, no noise to speak of": {"privacy": {"noise": 0.0001}},
+    "BUSI, `cnn_c`, ε = 8": {"privacy": {"epsilon": 8}},
+    "PneumoniaMNIST, `cnn_c`, ε = 8": {"data": LUNGS, "privacy": {"epsilon": 8}},
+    "BUSI, `cnn_c`, noise 0.0001: no protection": {"privacy": {"noise": 0.0001}},
 }
 
 
@@ -64,6 +69,22 @@ def measure_cases(seeds: int, quick: bool) -> Iterator[tuple[str, dict[str, obje
         yield name, {f"seed {recipe.seed}": attack_recipe(recipe, "each").as_json() for recipe in recipes}
 
 
+def format_tables(found: dict[str, Any]) -> list[str]:
+    """Return the rows of the two tables of docs/attack.md."""
+    rows = []
+    for name in CASES:
+        each, total = found[name]["each"], found[name]["sum"]
+        cells = [f"{view['recovered']} ({view['recovered_held_out']})" for view in (each, total)]
+        rows.append(f"| {name} | {each['trained_images']} | {cells[0]} | {cells[1]} |")
+    for name in PRIVATE:
+        seeds = list(found[name].values())
+        recovered = sorted({one["recovered"] for one in seeds})
+        p_values = sorted(one["p_value"] for one in seeds)
+        told = [" to ".join(dict.fromkeys(map(str, (few[0], few[-1])))) for few in (recovered, p_values)]
+        rows.append(f"| {name} | {len(seeds)} | {seeds[0]['guesses']} | {told[0]} | {told[1]} |")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="three rounds and one seed")
@@ -75,6 +96,7 @@ def main() -> None:
         found[name] = row
         print(name, json.dumps(row), flush=True)
     options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(*format_tables(found), sep="\n")
 
 
 if __name__ == "__main__":

@@ -285,7 +285,11 @@ def attack_command(
         result = attack_run(run, options, stream, status.update)
     if as_json:
         print_json(result)
-        return
+    else:
+        _print_attack(result, folder, inversion)
+
+
+def _print_attack(result: Mapping[str, Any], folder: Path, inversion: bool) -> None:
     out.print(feature_table(result))
     if inversion:
         out.print(gradient_table(result))
@@ -300,15 +304,20 @@ def _attack_as_server(
 ) -> None:
     """Play a recipe as a hostile server, and print what it recovers from single updates and from their sum."""
     from polyclinic.analysis.attack.hostile_server import attack_recipe
+    from polyclinic.analysis.attack.metrics_probe import attack_metrics
 
     recipe = polyclinic.Recipe.load(find_recipe(where), parse_settings(settings))
     with err.status("playing the recipe as a hostile server"):
         found = [attack_recipe(recipe, view, rounds, seed, data) for view in ("each", "sum")]
+        probe = attack_metrics(recipe, seed, data)
     if as_json:
-        print_json({"recipe": recipe.name, "by": "crafted-weights", **{one.view: one.as_json() for one in found}})
+        views = {one.view: one.as_json() for one in found}
+        print_json({"recipe": recipe.name, "by": "crafted-weights", **views, "metrics": probe and probe.as_json()})
         return
     for one in found:
         out.print(Text(f"{recipe.name}: {one.sentence}"), soft_wrap=True)
+    if probe is not None:
+        out.print(Text(f"{recipe.name}: {probe.sentence}."), soft_wrap=True)
 
 
 def _check_clips(clip: float | None, noise: float, step_clip: float) -> None:

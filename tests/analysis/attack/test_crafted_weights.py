@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.crafted_weights import BASE, OUT, format_tables
 
 from polyclinic import Recipe
 from polyclinic.analysis.attack.crafted_weights import find_imprint
 from polyclinic.analysis.attack.hostile_server import HostileServer, attack_recipe, round_to_grid, step_length
+from polyclinic.analysis.attack.metrics_probe import probe_metrics
 from polyclinic.analysis.attack.recovery import Recovered, compare_with_chance, count_recovered
-from polyclinic.core import RecipeError
+from polyclinic.core import RecipeError, RoundFailed
 from polyclinic.core.rng import Stream
 from polyclinic.models import build_model
 from polyclinic.runs.experiment import Experiment
@@ -56,6 +58,14 @@ def test_it_counts_the_classes_of_every_site(unprotected: Recovered) -> None:
     assert max(found.error for found in unprotected.labels.values()) < 0.03
 
 
+def test_features_of_single_images_are_read_where_convolutions_stay_as_they_are() -> None:
+    found = attack_recipe(agreed(model={"name": "groupnorm_cnn", "dropout": 0}, rounds=2), "each")
+    assert not found.images
+    assert found.found >= 5
+    assert found.found > 5 * found.found_held_out
+    assert found.leaks
+
+
 def test_a_network_without_a_hidden_dense_layer_still_tells_the_class_counts() -> None:
     found = attack_recipe(agreed(model__name="linear", rounds=2), "each")
     assert (found.guesses, found.leaks) == (0, False)
@@ -86,6 +96,19 @@ def test_an_image_alone_in_its_bin_is_read_exactly() -> None:
     guesses, true = server.guess_images(server.play(2, "each")), server.true_images("train")
     distance = torch.cdist(guesses, true).min(1).values / true.shape[1] ** 0.5
     assert int((distance < 1e-5).sum()) >= 8
+
+
+def test_the_loss_that_a_site_reports_tells_a_validation_image_value_by_value() -> None:
+    server = HostileServer(Experiment(agreed()), Stream(1))
+    found = probe_metrics(server, "hill", 12)
+    assert len(set(found.true)) > 6
+    assert found.error < 1e-3
+
+
+def test_under_a_privacy_plan_no_loss_is_told() -> None:
+    server = HostileServer(Experiment(agreed(privacy={"epsilon": 8})), Stream(1))
+    with pytest.raises(RoundFailed, match="keeps back"):
+        probe_metrics(server, "hill", 1)
 
 
 @pytest.mark.parametrize("optimiser", [{"name": "sgd", "lr": 0.05, "momentum": 0.9}, {"name": "adam", "lr": 0.001}])
@@ -144,16 +167,18 @@ def test_what_masks_carry_is_a_multiple_of_their_step() -> None:
 
 def test_the_command_plays_both_views(tmp_path: Path) -> None:
     path = tmp_path / "agreed.yaml"
-    path.write_text(agreed(rounds=3).to_yaml())
+    path.write_text(agreed(rounds=4).to_yaml())
     shown = commands.call("attack", path, "--by", "crafted-weights", "--rounds", "1")
     assert shown.exit_code == 0, shown.output
-    assert [line.split(" recovers ")[0] for line in shown.stdout.splitlines()] == [
+    assert [line.split(" recovers ")[0].split(" it reads ")[0] for line in shown.stdout.splitlines()] == [
         "agreed: a hostile server that sees each site's update",
         "agreed: a hostile server that sees the sum of all updates alone, as with masks,",
+        "agreed: from the losses that dune reports",
     ]
     found = commands.document("attack", path, "--by", "crafted-weights", "--rounds", "1")
     assert found["each"]["crafted_rounds"] == found["sum"]["crafted_rounds"] == 1
     assert found["each"]["guesses"] > 0
+    assert found["metrics"]["largest_error"] < 1e-3
 
 
 def test_mistakes_are_said_in_a_sentence(tmp_path: Path) -> None:
@@ -167,12 +192,15 @@ def test_mistakes_are_said_in_a_sentence(tmp_path: Path) -> None:
         attack_recipe(agreed(algorithm="centralised"), "each")
 
 
+def test_the_page_shows_the_figures_that_were_kept() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "attack.md").read_text()
+    assert [line for line in format_tables(json.loads(OUT.read_text())) if line not in page.splitlines()] == []
+
+
 @pytest.mark.heavy
 def test_the_figures_of_the_page_are_those_that_were_measured() -> None:
     """`pytest -m heavy tests/analysis/attack/test_crafted_weights.py`: one minute; needs BUSI."""
-    from benchmarks.crafted_weights import BASE, OUT
-
-    kept = json.loads(OUT.read_text())["BUSI, cnn_c"]["each"]
+    kept = json.loads(OUT.read_text())["BUSI, `cnn_c`, batch 16"]["each"]
     found = attack_recipe(Recipe.from_values(BASE), "each").as_json()
     assert found["guesses"] == pytest.approx(kept["guesses"], rel=0.05)
     assert found["recovered"] == pytest.approx(kept["recovered"], rel=0.05)

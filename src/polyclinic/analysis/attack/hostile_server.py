@@ -6,6 +6,7 @@ then knows is compared with images that the sites trained on and with images tha
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -90,25 +91,45 @@ class HostileServer:
         self.state = setup.algorithm.init(setup.federation)
         self.decoder: Tensor | None = None
         if imprint.layout == "shifts":
-            crafted = self._craft(self._even_thresholds(), True)
+            crafted = self.craft_even()
             self.decoder = fit_decoder(self.network, imprint, crafted, stream.child("textures"))
 
-    def _part(self, site: SiteId, name: str) -> Images | Selection:
+    def part_of(self, site: SiteId, name: str) -> Images | Selection:
+        """Return the images of one part of a site."""
         part = getattr(self.setup.sites[site], name)
         assert isinstance(part, Images | Selection)
         return part
 
     def _parts(self, *names: str) -> Iterator[Images | Selection]:
         """Yield the parts of all sites that have images."""
-        yield from (part for site in self.setup.sites for name in names if len(part := self._part(site, name)))
+        yield from (part for site in self.setup.sites for name in names if len(part := self.part_of(site, name)))
 
     def _craft(self, thresholds: Tensor, first_class: bool) -> Bundle:
         return self.imprint.craft(self.state, thresholds, first_class, self.steady)
 
+    def craft_even(self) -> Bundle:
+        """Return weights with an imprint over all brightnesses."""
+        return self._craft(self._even_thresholds(), True)
+
     def _even_thresholds(self) -> Tensor:
         """Return thresholds over all brightnesses that an image can have."""
+        if self.imprint.layout == "features":
+            bright = self._texture_features @ self.imprint.direction(self.state["model"]).double()
+            middle, half = float(bright.mean()), 2 * float(bright.max() - bright.min())
+            return torch.linspace(middle - half, middle + half, self.bins, dtype=torch.float64)
         low, high = (-1, 1) if self.imprint.layout == "pixels" else (0, 2)
         return torch.linspace(low * self.imprint.range, high * self.imprint.range, self.bins + 1)[:-1]
+
+    @cached_property
+    def _texture_features(self) -> Tensor:
+        """The features of random textures, which are like those of images: the server needs no image to know them."""
+        channels, height, width = self.imprint.image
+        pixels = draw_textures(64, height, width, self.stream.child("length")).clamp(0, 1) * self.imprint.range
+        weights = self.state
+        if self.imprint.layout != "features":
+            weights = self.craft_even()
+        shown = pixels[:, None].expand(-1, channels, -1, -1)
+        return dense_inputs(self.network, self.imprint.dense, weights, shown).double()
 
     def exchange(self, round: int, sent: Bundle, view: View) -> dict[SiteId, Bundle]:
         """Play one round with these weights; return what the server then sees, by site."""
@@ -157,8 +178,8 @@ class HostileServer:
 
     def _brightness(self, site: SiteId) -> Tensor:
         """Return a·f of a site's training images, as a network with an imprint sees them."""
-        sent = self._craft(self._even_thresholds(), True)
-        return self._features(self._part(site, "train"), sent) @ self.imprint.direction(sent["model"]).double()
+        sent = self.craft_even()
+        return self.features_of(self.part_of(site, "train"), sent) @ self.imprint.direction(sent["model"]).double()
 
     def _separate_brightest(self) -> Tensor:
         """Return thresholds between the brightest training images of all sites: one image in each bin."""
@@ -175,7 +196,8 @@ class HostileServer:
         places = torch.searchsorted(thresholds.double(), chosen) - 1
         return torch.bincount(places[places >= 0], minlength=len(thresholds)) > 0
 
-    def _features(self, part: Images | Selection, sent: Bundle) -> Tensor:
+    def features_of(self, part: Images | Selection, sent: Bundle) -> Tensor:
+        """Return what the imprint's layer receives for the images of a part, with the weights that were sent."""
         images = part.batch(torch.arange(len(part)))[0]
         return dense_inputs(self.network, self.imprint.dense, sent, images).double()
 
@@ -188,20 +210,14 @@ class HostileServer:
         if self.steady:  # under noise only their direction is read, and the length is that of an image
             chosen = images[self._occupied_bins(answers[0], self._separate_brightest())]
             unit: Tensor = chosen / chosen.norm(dim=1, keepdim=True).clamp(min=1e-30)
-            return unit * self._usual_length()
+            return unit * float(self._texture_features.norm(dim=1).mean())
         lit = counts.abs() > FAINT * counts.abs().max().clamp(min=1e-30)
         found = images[lit] / counts[lit, None]
         room = 1.05 * self.imprint.range * (1 if self.imprint.layout == "pixels" else 2)
+        if self.imprint.layout == "features":
+            room = 2 * float(self._texture_features.abs().max())
         fits = found.isfinite().all(1) & (found.abs().amax(1) <= room)
         return found[fits]
-
-    def _usual_length(self) -> float:
-        """Return the length of the features of a texture, which is near that of any image."""
-        channels, height, width = self.imprint.image
-        pixels = draw_textures(8, height, width, self.stream.child("length")) * self.imprint.range
-        shown = pixels[:, None].expand(-1, channels, -1, -1)
-        sent = self._craft(self._even_thresholds(), True)
-        return float(dense_inputs(self.network, self.imprint.dense, sent, shown).norm(dim=1).mean())
 
     def guess_images(self, answers: Sequence[SiteAnswer]) -> Tensor:
         """Return what the server can show for all answers: rows of pixels, or of features."""
@@ -217,8 +233,8 @@ class HostileServer:
         if self.imprint.layout == "labels":
             return torch.zeros(sum(map(len, self._parts(*parts))), 1)
         if not self.imprint.shows_images:
-            sent = self._craft(self._even_thresholds(), True)
-            return torch.cat([self._features(part, sent) for part in self._parts(*parts)])
+            sent = self.craft_even()
+            return torch.cat([self.features_of(part, sent) for part in self._parts(*parts)])
         rows = [part.batch(torch.arange(len(part)))[0] for part in self._parts(*parts)]
         return torch.cat(rows).mean(1).flatten(1).double()
 
@@ -239,7 +255,8 @@ class HostileServer:
         """Compare all guesses with images that were trained on, and with images that were not."""
         guesses, inside = self.guess_images(answers), self.true_images("train")
         outside = self.true_images("validation", "test")
-        near = count_recovered(guesses, inside, outside, self.imprint.range)
+        scale = self.imprint.range if self.imprint.shows_images else float(inside.std()) * 3
+        near = count_recovered(guesses, inside, outside, scale)
         share, expected, p_value = compare_with_chance(guesses, inside, outside, self.stream.child("shuffles"))
         sgd = self.setup.recipe.training.optimiser.name == "sgd"
         return Recovered(
