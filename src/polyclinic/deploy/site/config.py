@@ -47,6 +47,9 @@ class SiteConfig(BaseModel):
     """The path of each data set that recipes refer to by name. No path leaves the site, and none is accepted."""
     allow: Allow = Allow()
     budget: Budget | None = None
+    peers: tuple[str, ...] = ()
+    """Fingerprints of other sites' keys that people here have compared: only these sites count. (): all that the
+    federation's authority names."""
     device: str | None = None
     """Where to compute; None: where the recipe says, if that device is available here, else on the CPU."""
 
@@ -84,7 +87,9 @@ class SiteConfig(BaseModel):
 
 def config_warnings(config: SiteConfig) -> Iterator[str]:
     """Settings that are probably mistakes but harmless: an unknown kind never leaves, missing images are not found."""
-    kinds = {METRICS, PREDICTIONS, *(exchange.kind for made in ALGORITHMS.values() for exchange in made().exchanges())}
+    kinds = {METRICS, PREDICTIONS}
+    for algorithm in ALGORITHMS.values():
+        kinds |= {*(exchange.kind for exchange in algorithm().exchanges()), *algorithm.scalars}
     for kind in config.allow.kinds:
         if kind not in kinds:
             yield (
