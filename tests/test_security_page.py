@@ -95,10 +95,12 @@ AWAITED = frozenset(
         "test_never_both_secrets_of_one_site_are_revealed",
         "test_no_update_is_in_the_servers_memory_on_its_disk_or_on_the_wire",
         "test_one_site_cannot_stop_a_run_early",
+        "test_rounded_predictions_come_back_to_the_thousandth_and_sum_to_one",
         "test_under_a_plan_final_scores_leave_only_as_it_says",
         "test_what_the_server_gets_of_a_site_is_uniform_and_never_its_update",
         "test_whatever_others_mend_a_site_comes_back_by_itself",
         "test_where_no_figure_may_leave_the_run_ends_and_says_where_they_are",
+        "test_with_a_quorum_nobody_is_waited_for_for_ever",
         "test_wrong_scores_are_refused_by_name_and_the_others_count",
     ]
 )
