@@ -213,7 +213,7 @@ class SiteMessageHandler:
             if answer.fields.get(FIELD) != signed:  # the order was repeated with statements of other sites
                 answer, former = messages.Message({**answer.fields, FIELD: signed}, answer.tensors), None
         reply = former or messages.encode(answer.fields, answer.tensors)
-        if former is None:
+        if is_new:
             book.record(order)
             failpoint("order-recorded")
         self._attended.add(run)
