@@ -21,9 +21,9 @@ from polyclinic.storage.files import write_json
 from polyclinic.storage.ledger import Ledger
 
 Charge: TypeAlias = dict[str, tuple[Spend, ...]]
-"""The releases that training images pay for (under the site's name) and validation images (under VALIDATION). An image
-is one or the other, so the more expensive of the two counts."""
-VALIDATION = "validation"
+"""The releases that training images pay for (under the site's name), validation images (under VALIDATION) and test
+images (under TEST). An image is one of them, so the most expensive counts."""
+VALIDATION, TEST = "validation", "test"
 LEDGER, LEDGER_SEEN = "ledger.jsonl", "ledger.seen.json"
 
 
@@ -48,6 +48,13 @@ class PrivacyAccount:
             largest = plan.site_sizes[self.site].largest_validation if plan.config.unit == "patient" else 1
             charge[VALIDATION] = (Spend(plan.metrics_noise, times=max(models, plan.models), group=largest),)
         return charge
+
+    def final_releases(self, models: int, group: int) -> Charge:
+        """The noised scores of `models` final models on test images, which no round uses; `group`: the most test images
+        of one patient. They are as many as in one round at most, so no test image costs more than a validation image.
+        """
+        largest = group if self.plan.config.unit == "patient" else 1
+        return {TEST: (Spend(self.plan.metrics_noise, times=models, group=largest),)}
 
     def check_whole_run(self) -> None:
         """Raise `Refused` unless the whole run, added to the charges in the ledger, stays within the budget."""
