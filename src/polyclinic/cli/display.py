@@ -217,12 +217,11 @@ def result_table(summary: RunSummary) -> Table:
 
 
 def _missing_notes(summary: RunSummary) -> list[str]:
-    """Return notes on sites that took no part, on predictions that were withheld, and on updates that were lost."""
+    """Return notes on sites that took no part, on figures that stayed at sites, and on updates that were lost."""
+    from polyclinic.reporting.remarks import describe_pooling
+
     notes = [f"without {site}: {why}" for site, why in summary.absent.items()]
-    if withheld := summary.cost.withheld:
-        notes.append(f"{withheld} of {len(summary.site_sizes)} sites sent no predictions; ledger.jsonl says why")
-        if summary.headline.part == "validation":
-            notes.append("so these are means of the sites' reports on their validation images in the last round")
+    notes += describe_pooling(summary)
     if lost := summary.cost.lost:
         notes.append(f"{lost} updates of sites were refused or lost; ledger.jsonl says why")
     return notes

@@ -88,8 +88,8 @@ class Headline(SummaryPart):
     part: Part
     of: str | None = None
     """The model that was tested, where `model` names the test images: "held-out" or "public"."""
-    whose: str = "all sites"
-    """The sites whose images these are, in words."""
+    whose: str | None = None
+    """The sites whose images these are, in words; None: all sites."""
     scores: PartScores
 
     def __getitem__(self, name: str) -> Metric:
@@ -99,7 +99,9 @@ class Headline(SummaryPart):
     def images(self) -> str:
         """A description of the images that it was measured on."""
         return (
-            f"{self.model} test images" if self.model in (HELD_OUT, PUBLIC) else f"{self.part} images of {self.whose}"
+            f"{self.model} test images"
+            if self.model in (HELD_OUT, PUBLIC)
+            else f"{self.part} images of {self.whose or 'all sites'}"
         )
 
     @property

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -123,6 +123,15 @@ class Outcome:
     stopped_early: bool
     budget_exhausted: bool = False
     memory_rounds: Mapping[SiteId, int] = field(default_factory=dict)
+
+
+class ReadAnswer(NamedTuple, Generic[T]):
+    """A site's reply after the last round, decoded and checked."""
+
+    fields: Mapping[str, Any]
+    answer: T
+    withheld: str = ""
+    """Why the site tells nothing."""
 
 
 @dataclass
@@ -375,10 +384,10 @@ class Rounds:
         """Return what each site of a simulation predicts after the last round, by `model|part`, with the final models
         and with those in `extra_tensors`."""
 
-        def read(_: SiteId, reply: bytes | messages.Message) -> tuple[messages.Message, Bundle]:
+        def read(_: SiteId, reply: bytes | messages.Message) -> ReadAnswer[Bundle]:
             message = reply if isinstance(reply, messages.Message) else messages.decode(reply)
-            found = split_predictions(message.tensors.get("predictions", {}), len(self.federation.classes))
-            return message, found
+            predictions = message.tensors.get("predictions", {})
+            return ReadAnswer(message.fields, split_predictions(predictions, len(self.federation.classes)))
 
         return self.evaluate_sites(outcome, parts, read, extra_tensors)
 
@@ -386,14 +395,15 @@ class Rounds:
         self,
         outcome: Outcome,
         parts: list[Part],
-        read: Callable[[SiteId, bytes | messages.Message], tuple[messages.Message, T]],
+        read: Callable[[SiteId, bytes | messages.Message], ReadAnswer[T]],
         extra_tensors: Bundle | None = None,
         withheld: dict[SiteId, str] | None = None,
     ) -> dict[SiteId, T]:
         """Ask every site for its evaluation of the final models, and of the models in `extra_tensors`.
 
         `read` decodes and checks a site's reply, or raises `Refused`. With `withheld`, a site that fails, is refused or
-        stays silent is left out, and noted there with the reason; without it, the run ends.
+        stays silent is left out, and noted there with the reason, as is one that tells nothing; without it, the run
+        ends.
         """
         round, began, log = outcome.rounds + 1, time.perf_counter(), RoundLog()
         sites = [s for s in self.federation.sites if s != POOLED]
@@ -410,8 +420,8 @@ class Rounds:
             try:
                 if isinstance(reply, Failure):
                     raise Refused(reply.kind, reply.sentence)
-                message, answer = read(site, reply)
-                check_address(message.fields, self.rules.run, round, site)
+                answer = read(site, reply)
+                check_address(answer.fields, self.rules.run, round, site)
             except Refused as refusal:
                 failure = reply if isinstance(reply, Failure) else Failure("refused", str(refusal))
                 log.add(site, outcome=failure.kind, why=failure.sentence)
@@ -420,9 +430,12 @@ class Rounds:
                     raise RoundFailed(f"site {site} could not be evaluated: {failure.sentence}") from None
                 withheld[site] = f"{failure.kind}: {failure.sentence}"
                 continue
-            found[site] = answer
-            log.add(site, down=outbox.sizes[site], up=messages.message_size(reply))
-            self.watch("evaluated", {"site": site})
+            found[site], facts = answer.answer, {}
+            if answer.withheld and withheld is not None:
+                facts = {"outcome": "withheld", "why": answer.withheld}
+                withheld[site] = answer.withheld
+            log.add(site, down=outbox.sizes[site], up=messages.message_size(reply), **facts)
+            self.watch("evaluated", {"site": site, **facts})
         self.journal.append_cost("evaluation", round, time.perf_counter() - began, log.to_json())
         return found
 

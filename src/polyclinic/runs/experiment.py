@@ -19,13 +19,11 @@ from polyclinic.algorithms.distillation.refine import RefinementResult
 from polyclinic.algorithms.wrappers.ensemble import ensemble_members, models_by_site
 from polyclinic.config.identity import check_same_recipe, identity, predicted_parts, with_absolute_paths
 from polyclinic.config.recipe import Recipe
-from polyclinic.core import STUDENT, Bundle, Part, RecipeError, Score, SiteId, Stream, failpoint
-from polyclinic.data.examples import SiteData
+from polyclinic.core import STUDENT, Bundle, RecipeError, Score, SiteId, Stream, failpoint
 from polyclinic.evaluation.assessment import assess_predictions, score_predictions
 from polyclinic.evaluation.metrics import Predictions
 from polyclinic.evaluation.rounds import forgetting_by_round, mean_drift, metric_by_cluster, sum_costs
 from polyclinic.evaluation.rows import ChargeRow
-from polyclinic.evaluation.site_scores import ScoredSite
 from polyclinic.evaluation.summary import EngineUsed, RunSummary, SiteSizes, StudentTraining, package_versions
 from polyclinic.evaluation.task import CLASSIFICATION
 from polyclinic.federation.engines import Engine, RemoteExecution
@@ -52,7 +50,7 @@ from polyclinic.runs.final_evaluation import (
     FinalFigures,
     assess_answers,
     assess_reports,
-    collect_reasons,
+    expected_sites,
     merge_predictions,
     read_answer,
 )
@@ -224,18 +222,12 @@ class Experiment:
 
     def _ask_for_scores(self, rounds: Rounds, outcome: Outcome, extra: Bundle) -> CollectedAnswers:
         """Return what real sites tell of the final models; sites that tell no scores are noted with the reason."""
-        parts, sites = predicted_parts(self.recipe), self.setup.sites
-        expected = {
-            site: ScoredSite(site, sites, _part_sizes(images), parts, len(self.setup.federation.classes))
-            for site, images in sites.items()
-        }
+        parts = predicted_parts(self.recipe)
+        expected = expected_sites(self.setup.sites, parts, len(self.setup.federation.classes))
         withheld: dict[SiteId, str] = {}
         answers = rounds.evaluate_sites(
             outcome, parts, lambda site, reply: read_answer(reply, expected[site]), extra, withheld
         )
-        for site, why in collect_reasons(answers).items():
-            withheld[site] = why
-            self.watch("withheld", {"site": site, "why": why})
         return CollectedAnswers(merge_predictions(answers), answers, withheld)
 
     def _assess(
@@ -389,10 +381,6 @@ class Experiment:
         write_atomically(folder.privacy_page, write_privacy_page(summary).encode())
         folder.write_summary(summary)
         failpoint("result-written")
-
-
-def _part_sizes(images: SiteData) -> dict[Part, int]:
-    return {"train": len(images.train), "validation": len(images.validation), "test": len(images.test)}
 
 
 def _run_id(setup: RunSetup) -> str:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from polyclinic.core import PUBLIC, Bundle, Refused, SiteId, Stream, Tensors
+from polyclinic.core import PUBLIC, Bundle, Part, Refused, SiteId, Stream, Tensors
+from polyclinic.data.examples import SiteData
 from polyclinic.evaluation.assessment import (
     Assessment,
     assess_part,
@@ -32,6 +33,7 @@ from polyclinic.evaluation.site_scores import (
 )
 from polyclinic.evaluation.summary import Headline, Metric, PartScores, PooledFrom
 from polyclinic.evaluation.task import CLASSIFICATION
+from polyclinic.federation.rounds import ReadAnswer
 from polyclinic.storage import messages
 
 SCORES, WITHHELD, PREDICTIONS = "scores", "withheld", "predictions"
@@ -98,7 +100,16 @@ def rounded_bytes(images: int, classes: int) -> int:
     return images * (2 * (classes - 1) + 16)
 
 
-def read_answer(reply: bytes | messages.Message, expected: ScoredSite) -> tuple[messages.Message, SiteAnswer]:
+def expected_sites(sites: Mapping[SiteId, SiteData], parts: Sequence[Part], classes: int) -> dict[SiteId, ScoredSite]:
+    """Return what the server knows of every site whose scores it will read."""
+    sizes: dict[SiteId, dict[Part, int]] = {
+        site: {"train": len(images.train), "validation": len(images.validation), "test": len(images.test)}
+        for site, images in sites.items()
+    }
+    return {site: ScoredSite(site, sites.keys(), sizes[site], parts, classes) for site in sites}
+
+
+def read_answer(reply: bytes | messages.Message, expected: ScoredSite) -> ReadAnswer[SiteAnswer]:
     """Decode and check a site's answer; raises `Refused` by name. Whatever was not asked for, or is more than the
     images that the site registered, is refused before it is read."""
     tests = expected.sizes.get("test", 0)
@@ -109,10 +120,10 @@ def read_answer(reply: bytes | messages.Message, expected: ScoredSite) -> tuple[
     predictions = _read_predictions(message.tensors.get(PREDICTIONS, {}), expected)
     told, why = message.fields.get(SCORES), message.fields.get(WITHHELD)
     if told is not None:
-        return message, SiteAnswer(read_final_scores(told, expected), predictions)
+        return ReadAnswer(message.fields, SiteAnswer(read_final_scores(told, expected), predictions))
     if not isinstance(why, str) or not why or len(why) > LONGEST_REASON or not why.isprintable():
         raise Refused(SCORES, "the answer holds neither scores nor a reason why they stay at the site")
-    return message, SiteAnswer(None, predictions, why)
+    return ReadAnswer(message.fields, SiteAnswer(None, predictions, why), "" if predictions else why)
 
 
 def _read_predictions(tensors: Tensors, expected: ScoredSite) -> Bundle:
@@ -182,11 +193,6 @@ def assess_reports(rows: Sequence[MetricRow]) -> FinalFigures:
     """Return what the sites last reported on validation images, for runs in which no site tells final scores."""
     found = summarise_reports(CLASSIFICATION, rows)
     return FinalFigures(found, "reports" if found.merged else "nothing")
-
-
-def collect_reasons(answers: Mapping[SiteId, SiteAnswer]) -> dict[SiteId, str]:
-    """Return the sites that answered without scores, each with its reason."""
-    return {site: answer.withheld for site, answer in answers.items() if answer.scores is None}
 
 
 def merge_predictions(answers: Mapping[SiteId, SiteAnswer]) -> dict[SiteId, Bundle]:

@@ -16,6 +16,7 @@ from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.deploy.site.policy import Allow, check_recipe, check_sent_kinds, recipe_digest
 from polyclinic.deploy.site.release_log import ReleaseLog, RotatingLog
+from polyclinic.deploy.site.scores import read_kept_scores
 from polyclinic.privacy.accounting import Spend, epsilon
 from polyclinic.storage import messages
 from polyclinic.storage.ledger import Ledger
@@ -126,9 +127,14 @@ def test_metrics_and_predictions_are_asked_for_in_vain_where_they_may_not_leave(
     nosy = rounds.prepare_outbox("train", 1, state, ["hill"], ["validation"])["hill"]
     assert "does not let metrics leave" in said(desk.answer_message(nosy))["why"]
     last = rounds.prepare_outbox("evaluate", 6, state, ["hill"], ["test"])["hill"]
-    assert "does not let predictions leave" in said(desk.answer_message(last))["why"]
+    told = messages.decode(desk.answer_message(last))
+    assert "does not let metrics leave" in told.fields["withheld"]
+    assert "scores" not in told.fields
+    assert told.tensors == {}
+    (kept,) = read_kept_scores(desk.config.folder)
+    assert kept.withheld == told.fields["withheld"]
     assert "examples" in said(desk.answer_message(rounds.prepare_outbox("train", 1, state, ["hill"], [])["hill"]))
-    assert [row["kinds"].keys() - {"model", "buffers"} for row in desk.releases.read_entries()] == [set()]
+    assert [row["kinds"].keys() - {"model", "buffers"} for row in desk.releases.read_entries()] == [set(), set()]
 
 
 @pytest.mark.parametrize("expressly", [False, True])
@@ -139,11 +145,12 @@ def test_beside_a_budget_predictions_leave_only_if_the_site_says_so(expressly: b
     desk = SiteMessageHandler(config(home, "hill", f"predictions {expressly}", **limit))
     assert said(desk.answer_message(beginning(made, "hill")))["ready"]
     rounds, state = loop(made, Crossing({})), made.setup.algorithm.init(made.setup.federation)
-    reply = said(desk.answer_message(rounds.prepare_outbox("evaluate", 6, state, ["hill"], ["test"])["hill"]))
-    assert ("failure" in reply) != expressly
-    assert expressly or "set budget.predictions: true" in reply["why"]
+    order = rounds.prepare_outbox("evaluate", 6, state, ["hill"], ["test"])["hill"]
+    reply = messages.decode(desk.answer_message(order))
+    assert ("predictions" in reply.tensors) == expressly
     (row,) = (one for one in desk.preview_releases(made.recipe) if one.kind == "predictions")
     assert ("does not leave" in row.protection) != expressly
+    assert expressly or "set budget.predictions: true" in row.protection
 
 
 def test_the_last_look_at_a_reply_finds_kinds_and_bytes_that_nobody_agreed_to() -> None:

@@ -51,10 +51,18 @@ class PrivacyAccount:
 
     def final_releases(self, models: int, group: int) -> Charge:
         """The noised scores of `models` final models on test images, which no round uses; `group`: the most test images
-        of one patient. They are as many as in one round at most, so no test image costs more than a validation image.
+        of one patient. Raises `Refused` if they would cost a test image (or patient) more than all rounds cost one of
+        validation, which is what the server's own account has room for.
         """
-        largest = group if self.plan.config.unit == "patient" else 1
-        return {TEST: (Spend(self.plan.metrics_noise, times=models, group=largest),)}
+        plan = self.plan
+        spends = (Spend(plan.metrics_noise, times=models, group=group if plan.config.unit == "patient" else 1),)
+        if plan.epsilon_of(spends) > plan.epsilon_of(plan.validation_spends(len(plan.rounds))):
+            raise Refused(
+                "privacy",
+                f"a patient of {self.site} has so many test images that noised scores of them would cost more than the "
+                "recipe plans",
+            )
+        return {TEST: spends}
 
     def check_whole_run(self) -> None:
         """Raise `Refused` unless the whole run, added to the charges in the ledger, stays within the budget."""
