@@ -34,6 +34,7 @@ from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.deploy.site.participation import WITHHELD
 from polyclinic.deploy.status import WAITING, ServerStatus
+from polyclinic.federation import rounds
 from polyclinic.federation.engines import RemoteExecution
 from polyclinic.storage import messages
 from polyclinic.storage.run_folder import RunFolder
@@ -297,6 +298,28 @@ def test_predictions_of_some_sites_are_reported_as_such(place: Path, tmp_path: P
     assert summary.pooled_from == "scores", "predictions of some sites tell nothing of all"
     assert summary.sites.keys() == set(SITES)
     assert {site for site, _, _ in RunFolder(tmp_path).predictions()} == {"harbour", "lake"}
+
+
+def test_a_silent_site_is_not_waited_for_for_ever_after_the_last_round(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a quorum and without a deadline, over Flower's own messages."""
+    monkeypatch.setattr(rounds, "EVALUATION_PATIENCE", 2.0)
+    monkeypatch.setattr(rounds, "EVALUATION_ROUNDS", 0.0)
+    handlers = desks(place, "silent")
+    engine = engine_of({site: handlers[site].answer_message for site in SITES}, patience=math.inf)
+    grid = cast(MemoryGrid, engine.grid)
+
+    def watch(event: str, info: Mapping[str, Any]) -> None:
+        if event == "round done":
+            grid.lost.add(engine.nodes["hill"])
+        if event == "evaluated" and info["site"] == "hill":
+            grid.lost.clear()
+
+    summary = run_deployed(recipe(rounds=1), RemoteExecution(engine, "flower"), SITES, tmp_path, watch).summary
+    assert summary.withheld == {"hill": "late: no reply before the deadline"}
+    assert summary.sites.keys() == {"harbour", "lake"}
+    assert summary.headline.images == "test images of 2 of 3 sites"
 
 
 def test_a_run_that_needs_all_sites_waits_for_absent_ones() -> None:

@@ -165,16 +165,20 @@ def _read_kept(path: Path) -> KeptScores:
         raise StoreError(f"{path} cannot be read ({str(error).splitlines()[0]}); remove it, or restore it") from None
 
 
+def describe_release(kept: KeptScores) -> str:
+    """Return in words what of a run's scores left the site."""
+    left = f"scores stay here: {kept.withheld}" if kept.withheld else "scores sent to the server"
+    return left + (", with rounded predictions of the test images" if kept.predictions_sent else "")
+
+
 def describe_scores(kept: KeptScores) -> str:
     """Return one line on a run's scores, for the terminal and the log."""
-    left = f"they stay here: {kept.withheld}" if kept.withheld else "sent to the server"
-    more = ", with rounded predictions of the test images" if kept.predictions_sent else ""
     if (scores := kept.judged) is None:
-        return f"scores of run {kept.run}: no test images here; {left}{more}"
+        return f"run {kept.run}: no test images here; {describe_release(kept)}"
     figures = ", ".join(
         f"{CLASSIFICATION.info(name).label} {_format_metric(scores[name])}" for name in CLASSIFICATION.shown_metrics
     )
-    return f"scores of run {kept.run} on {scores.n} test images here ({kept.headline}): {figures}; {left}{more}"
+    return f"run {kept.run} on {scores.n} test images here ({kept.headline}): {figures}; {describe_release(kept)}"
 
 
 def _format_metric(metric: Metric) -> str:
