@@ -247,7 +247,8 @@ def test_rounded_predictions_come_back_to_the_thousandth_and_sum_to_one() -> Non
         sent = {f"global|test|{name}": tensor for name, tensor in round_predictions(columns).items()}
         assert sent["global|test|thousandths"].shape == (200, classes - 1)
         data = messages.encode({"run": RUN, "round": ROUND, "site": "east", "withheld": "no"}, {"predictions": sent})
-        about = ScoredSite("east", tuple(REGISTERED), {"test": 200}, ("test",), classes)
+        tests: list[Part] = ["test"]
+        about = ScoredSite("east", tuple(REGISTERED), {"test": 200}, tests, classes)
         found = read_answer(data, about).answer.predictions["global|test"]["probabilities"]
         assert torch.allclose(found.sum(1), torch.ones(200, dtype=torch.float64), atol=1e-12)
         assert (found - table).abs().max() <= 0.0005 * classes
