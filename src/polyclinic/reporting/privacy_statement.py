@@ -210,10 +210,7 @@ def _list_unprotected(privacy: PrivacySpent, summary: RunSummary) -> Iterator[In
     people = " and patients" if privacy.sampled != "image" else ""
     yield f"That a site took part, how many training images{people} it has, which classes there are, when it answered."
     if privacy.metrics == "open":
-        yield (
-            "Metrics of validation images, and scores of the final models on validation and test images, which sites "
-            "told without noise (privacy.metrics: open)."
-        )
+        yield "Metrics of validation images, which sites reported without noise (privacy.metrics: open)."
     if privacy.metrics == "count":
         yield (
             "Validation images cost at most the same ε as training images by the metrics that are reported of them. "
