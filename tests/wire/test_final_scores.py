@@ -280,7 +280,10 @@ def test_only_predictions_of_all_sites_give_figures_of_all_images() -> None:
     assert assess_answers({"east": SiteAnswer(None, {}, "no")}, 1, None, 50, STREAM) is None
 
 
-def test_predictions_of_another_site_s_model_are_refused() -> None:
-    sent = {path.replace("global", "south"): tensor for path, tensor in rounded().items()}
+@pytest.mark.parametrize("model", ["south", "mine", "transfer", "held-out"])
+def test_predictions_of_a_model_that_no_run_is_judged_by_are_refused(model: str) -> None:
+    sent = {path.replace("global", model): tensor for path, tensor in rounded().items()}
     with pytest.raises(Refused, match="no model that a run is judged by"):
         read_answer(message(tensors=sent), expected())
+    with pytest.raises(Refused, match="registered no test images"):
+        read_answer(message(tensors=rounded()), expected(sizes={"validation": 6}))

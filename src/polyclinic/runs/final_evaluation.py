@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from polyclinic.core import PUBLIC, Bundle, Part, Refused, SiteId, Stream, Tensors
+from polyclinic.core import HELD_OUT, PUBLIC, Bundle, Part, Refused, SiteId, Stream, Tensors
 from polyclinic.data.examples import SiteData
 from polyclinic.evaluation.assessment import (
+    TRANSFER,
     Assessment,
     assess_part,
     assess_site,
@@ -31,7 +32,7 @@ from polyclinic.evaluation.site_scores import (
     merge_final_scores,
     read_final_scores,
 )
-from polyclinic.evaluation.summary import Headline, Metric, PartScores, PooledFrom
+from polyclinic.evaluation.summary import MODEL_DESCRIPTIONS, Headline, Metric, PartScores, PooledFrom
 from polyclinic.evaluation.task import CLASSIFICATION
 from polyclinic.federation.rounds import ReadAnswer
 from polyclinic.storage import messages
@@ -136,9 +137,11 @@ def _read_predictions(tensors: Tensors, expected: ScoredSite) -> Bundle:
     names = {f"{key}|{column}" for column in ("thousandths", "labels", "patients")}
     if len(keys) > 1 or part != "test" or not model or tensors.keys() != names:
         raise Refused(PREDICTIONS, "these are not the predictions of test images by one model")
-    if model in expected.sites:
+    if model not in MODEL_DESCRIPTIONS or model in (HELD_OUT, TRANSFER):
         raise Refused(PREDICTIONS, f"{model[:60]!r} is no model that a run is judged by")
     images = expected.sizes.get("test", 0)
+    if not images:
+        raise Refused(PREDICTIONS, f"{expected.site} registered no test images")
     rows, labels, patients = (tensors[f"{key}|{column}"] for column in ("thousandths", "labels", "patients"))
     if rows.dtype != torch.int16 or rows.shape != (images, expected.classes - 1):
         raise Refused(
