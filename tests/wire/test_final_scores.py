@@ -21,7 +21,13 @@ from polyclinic.evaluation.assessment import assess_site
 from polyclinic.evaluation.site_scores import ScoredSite, build_final_scores
 from polyclinic.evaluation.task import CLASSIFICATION
 from polyclinic.federation.rounds import Outcome, RoundOptions, Rounds
-from polyclinic.runs.final_evaluation import SiteAnswer, assess_answers, read_answer, round_predictions
+from polyclinic.runs.final_evaluation import (
+    SiteAnswer,
+    assess_answers,
+    find_odd_sites,
+    read_answer,
+    round_predictions,
+)
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
 from tests.federation.mock_engine import MockEngine
@@ -278,6 +284,20 @@ def test_only_predictions_of_all_sites_give_figures_of_all_images() -> None:
     assert part.pooled_from == "scores"
     assert part.assessment.merged["global"]["test"]["auc"].low is None
     assert assess_answers({"east": SiteAnswer(None, {}, "no")}, 1, None, 50, STREAM) is None
+
+
+def test_a_site_cannot_bring_a_model_that_the_run_is_then_judged_by() -> None:
+    """Personal models come first among headlines; only one of three sites has one."""
+
+    def told(site: SiteId) -> bytes:
+        return message(site, scores=spoilt(lambda f: f["models"].update(personal=f["models"]["global"])))
+
+    answers = evaluated(lambda site: told(site) if site == "east" else message(site), {})
+    assert find_odd_sites(answers) == {
+        "east": "refused: scores: it tells of the model 'personal', which most sites do not have"
+    }
+    assert find_odd_sites(evaluated(message, {})) == {}
+    assert find_odd_sites(evaluated(told, {})) == {}, "where all have one, nobody is odd"
 
 
 @pytest.mark.parametrize("model", ["south", "mine", "transfer", "held-out"])

@@ -51,6 +51,7 @@ from polyclinic.runs.final_evaluation import (
     assess_answers,
     assess_reports,
     expected_sites,
+    find_odd_sites,
     merge_predictions,
     read_answer,
 )
@@ -228,6 +229,10 @@ class Experiment:
         answers = rounds.evaluate_sites(
             outcome, parts, lambda site, reply: read_answer(reply, expected[site]), extra, withheld
         )
+        for site, why in find_odd_sites(answers).items():
+            del answers[site]
+            withheld[site] = why
+            self.watch("evaluated", {"site": site, "outcome": "refused", "why": why})
         return CollectedAnswers(merge_predictions(answers), answers, withheld)
 
     def _assess(

@@ -7,6 +7,7 @@ images by the one model that the run is judged by. In a simulation predictions n
 are computed of them directly.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -196,6 +197,19 @@ def assess_reports(rows: Sequence[MetricRow]) -> FinalFigures:
     """Return what the sites last reported on validation images, for runs in which no site tells final scores."""
     found = summarise_reports(CLASSIFICATION, rows)
     return FinalFigures(found, "reports" if found.merged else "nothing")
+
+
+def find_odd_sites(answers: Mapping[SiteId, SiteAnswer]) -> dict[SiteId, str]:
+    """Return the sites that tell of models which most sites do not have, with the reason: one such site would choose
+    the model that the run is judged by."""
+    told = {site: answer.scores.models.keys() for site, answer in answers.items() if answer.scores is not None}
+    counts = Counter(model for models in told.values() for model in models)
+    odd = {site: [model for model in models if 2 * counts[model] <= len(told)] for site, models in told.items()}
+    return {
+        site: f"refused: scores: it tells of the model {models[0]!r:.60}, which most sites do not have"
+        for site, models in odd.items()
+        if models and len(told) > 1
+    }
 
 
 def merge_predictions(answers: Mapping[SiteId, SiteAnswer]) -> dict[SiteId, Bundle]:

@@ -3,6 +3,7 @@
 `participation.py` calls `answer_evaluation` after the last round; `polyclinic site scores` shows what is kept.
 """
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ MOST_KEPT = 1000
 
 
 class KeptScores(BaseModel):
-    """The scores of one finished run, as a site keeps them: `scores/RUN.json` in its folder."""
+    """The scores of one finished run, as a site keeps them: `scores/RUN-….json` in its folder."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -141,13 +142,15 @@ def noised_scores(groups: Bundle, models: tuple[str, ...], noise: float, secret:
 
 
 def keep_scores(folder: Path, kept: KeptScores) -> Path:
-    """Write a run's scores for the site's own people; the oldest make room. Return the file."""
+    """Write a run's scores for the site's own people; the oldest make room. Return the file. A repeated evaluation with
+    the same scores has one file; of a run that was repeated with other noise each has its own."""
     place = folder / FOLDER
     make_folder(place, 0o700)
     files = sorted(place.glob("*.json"), key=lambda path: path.stat().st_mtime)
     for oldest in files[: max(0, len(files) - MOST_KEPT + 1)]:
         oldest.unlink(missing_ok=True)
-    path = place / f"{kept.run}.json"
+    digest = hashlib.sha256(kept.scores.model_dump_json().encode()).hexdigest()
+    path = place / f"{kept.run}-{digest[:8]}.json"
     write_json(path, kept.model_dump(mode="json"))
     return path
 
