@@ -36,7 +36,7 @@ PATIENTS, EACH = 6, 4
 """More than nine in all, so that a patient has another number, and sorts otherwise, in a site's table than in all."""
 TABLE = "clinic.csv"
 KINDS = {exchange.kind for kind in ALGORITHMS.values() for exchange in kind().exchanges()} | {"metrics", "predictions"}
-EVERYTHING: dict[str, Any] = {"algorithms": "all", "kinds": sorted(KINDS), "seeded_noise": True}
+EVERYTHING: dict[str, Any] = {"algorithms": "all", "kinds": sorted(KINDS), "seeded_noise": True, "least_sites": 1}
 BASE: dict[str, Any] = {
     "name": "law",
     "rounds": 5,

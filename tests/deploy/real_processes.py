@@ -43,15 +43,21 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def furnish(folder: Path, sites: Sequence[SiteId] = SITES, host: str = "127.0.0.1", port: int | None = None) -> None:
-    """Hospitals with images, and kits in `k`."""
+def furnish(
+    folder: Path,
+    sites: Sequence[SiteId] = SITES,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    least_sites: int = 1,
+) -> None:
+    """Hospitals with images, and kits in `k`. `least_sites`: how many a site wants in every round."""
     write_hospitals(folder, sites)
     server = ServerSection(host=host, port=port or free_port())
     provision_federation(FederationConfig(federation="north-sea", server=server, sites=tuple(sites)), folder / "k")
     for site in sites:
         path = folder / "k" / "sites" / site / "site.yaml"
         values = yaml.safe_load(path.read_text())
-        values |= {"data": {TABLE: str(folder / site / TABLE)}, "allow": EVERYTHING}
+        values |= {"data": {TABLE: str(folder / site / TABLE)}, "allow": {**EVERYTHING, "least_sites": least_sites}}
         path.write_text(yaml.safe_dump(values))
 
 

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="kills process groups
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     """Three hospitals with images and kits, and a recipe."""
-    furnish(tmp_path)
+    furnish(tmp_path, least_sites=3)
     (tmp_path / "recipe.yaml").write_text(recipe(rounds=3).to_yaml())
     return tmp_path
 
@@ -44,7 +44,7 @@ def ward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ward]:
     """Three sites at work, for all tests here: one started as hospitals start it."""
     folder = tmp_path_factory.mktemp("ward")
     with forking() as ask, Ward(folder, ask) as found:
-        furnish(folder)
+        furnish(folder, least_sites=3)
         found.join("harbour", really=True)
         found.join("hill")
         found.join("lake")

@@ -308,11 +308,11 @@ def test_a_silent_site_is_not_waited_for_for_ever_after_the_last_round(
     monkeypatch.setattr(rounds, "EVALUATION_ROUNDS", 0.0)
     handlers = desks(place, "silent")
     engine = engine_of({site: handlers[site].answer_message for site in SITES}, patience=math.inf)
-    grid = cast(MemoryGrid, engine.grid)
+    grid = cast(MemoryGrid, engine.link)
 
     def watch(event: str, info: Mapping[str, Any]) -> None:
         if event == "round done":
-            grid.lost.add(engine.nodes["hill"])
+            grid.lost.add("hill")
         if event == "evaluated" and info["site"] == "hill":
             grid.lost.clear()
 
@@ -324,8 +324,8 @@ def test_a_silent_site_is_not_waited_for_for_ever_after_the_last_round(
 
 def test_a_run_that_needs_all_sites_waits_for_absent_ones() -> None:
     engine = engine_of({site: echo(site) for site in SITES}, patience=math.inf)
-    grid = cast(MemoryGrid, engine.grid)
-    grid.away.add(engine.nodes["hill"])
+    grid = cast(MemoryGrid, engine.link)
+    grid.away.add("hill")
     back = threading.Timer(1.0, grid.away.clear)
     back.start()
     assert all(isinstance(answer, bytes) for answer in answers(engine, orders()).values())

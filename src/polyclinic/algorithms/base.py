@@ -107,6 +107,8 @@ class Algorithm(ABC):
     training: Training = Training()
     pooled: ClassVar[bool] = False
     """Whether it trains on the images of all sites in one place: a baseline, which hospitals cannot run."""
+    site_kinds: ClassVar[tuple[str, ...]] = ()
+    """Kinds of a broadcast that differ between sites; all others are the same for all sites of a cluster."""
     unused_options: ClassVar[dict[str, tuple[str, ...]]] = {}
     """Options without effect, by `variant`."""
 

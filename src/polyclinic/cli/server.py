@@ -116,7 +116,7 @@ def _run_rounds(
 
     display.start_run(recipe, 0, 1)
     remote = RemoteExecution(reception.engine, "flower", deadline)
-    return run_deployed(recipe, remote, sites, folder, watch, data, missing)
+    return run_deployed(recipe, remote, sites, folder, watch, data, missing, reception.read_peers)
 
 
 FAILED = "failed"

@@ -48,6 +48,7 @@ def join(
     from polyclinic.deploy.processes import serve_site
     from polyclinic.deploy.site.config import SiteConfig, config_warnings, with_remedy
     from polyclinic.deploy.site.message_handler import SiteMessageHandler
+    from polyclinic.deploy.site.peers import check_own_kit
 
     config = SiteConfig.load(site)
 
@@ -55,7 +56,7 @@ def join(
         with contextlib.suppress(OSError):  # a terminal that is gone, or a log on a full disk, shall not end the work
             print_message(f"{datetime.now():%H:%M:%S} {config.site}: {sentence}")
 
-    for warning in config_warnings(config):
+    for warning in (*config_warnings(config), *check_own_kit(config)):
         log(warning)
     with with_remedy():
         handler = SiteMessageHandler(config, log)
@@ -91,12 +92,66 @@ def _print_releases(handler: SiteMessageHandler, recipe: polyclinic.Recipe, as_j
     out.print(Text(f"to allow only this recipe, add to allow.recipes:\n{mark}"), soft_wrap=True)
 
 
-site_app = typer.Typer(no_args_is_help=True, help="Measure this site's machine, and show its own scores.")
+site_app = typer.Typer(no_args_is_help=True, help="A site's own key, log, scores and machine.")
+SiteFile = Annotated[Path, typer.Argument(metavar="SITE.yaml", help="The configuration file in the site's kit.")]
+
+
+@site_app.command("key")
+def key_command(
+    site: SiteFile,
+    new: Annotated[bool, typer.Option("--new", help="Replace the key that is there; the old one is kept.")] = False,
+) -> None:
+    """Make this site's private key, and the request by which the coordinator registers it."""
+    from polyclinic.deploy.provisioning.requests import make_site_key, write_request
+    from polyclinic.deploy.site.config import SiteConfig
+
+    config = SiteConfig.load(site)
+    if config.key is None:
+        raise RecipeError(f"{site} lacks the key 'key'; use the file of the kit")
+    request = config.key.with_name("request.json")
+    found = write_request(request, config.federation, config.site, make_site_key(config.key, new))
+    out.print(Text(f"private key: {config.key} (give it to nobody)"), soft_wrap=True)
+    out.print(Text(f"send to the coordinator by any channel: {request}"), soft_wrap=True)
+    out.print(Text(f"and read to the coordinator by telephone: {found.fingerprint}"), soft_wrap=True)
+
+
+@site_app.command("log")
+def log_command(
+    site: SiteFile,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check that no row of releases.jsonl was changed or is missing.")
+    ] = False,
+    last: Annotated[int, typer.Option("--last", min=0, metavar="N", help="How many rows to show.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Show what has left this site, by the log of releases."""
+    from polyclinic.deploy.site.config import SiteConfig
+    from polyclinic.deploy.site.release_log import ReleaseLog
+
+    log = ReleaseLog(SiteConfig.load(site).folder)
+    rows, chain = log.verify_chain() if verify else (0, "")
+    entries = log.read_entries()
+    if as_json:
+        print_json({"rows": entries[-last:] if last else [], "verified": rows if verify else None, "chain": chain})
+        return
+    table = plain_table(
+        "time", "run", Column("round", justify="right"), "for", "kinds", Column("bytes", justify="right")
+    )
+    for row in entries[-last:] if last else []:
+        times = f" ({row['times']} times)" if "times" in row else ""
+        cells = row["time"], row["run"], row["round"], row["purpose"] + times, ", ".join(row["kinds"]), row["bytes"]
+        table.add_row(*(Text(str(cell)) for cell in cells))
+    out.print(table)
+    if verify:
+        out.print(
+            Text(f"{rows} rows, none changed or missing before the last; the chain ends in {chain or '–'}"),
+            soft_wrap=True,
+        )
 
 
 @site_app.command("scores")
 def scores_command(
-    site: Annotated[Path, typer.Argument(metavar="SITE.yaml", help="The configuration file in the site's kit.")],
+    site: SiteFile,
     as_json: Json = False,
 ) -> None:
     """Show how the final models of all finished runs did on this site's own images, and what of it left the site."""

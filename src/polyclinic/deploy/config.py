@@ -118,6 +118,8 @@ class ServerConfig(BaseModel):
     ca: Path = Field(default=Path("ca.crt"), strict=False)
     revoked: Path = Field(default=Path("revoked.yaml"), strict=False)
     """Lists revoked keys, so that the server's log can name a site that still uses one."""
+    peers: Path = Field(default=Path("peers.json"), strict=False)
+    """The list of sites that the authority has signed, which sites are given."""
     folder: Path = Field(default=Path("state"), strict=False)
     sites: Mapping[SiteId, Annotated[Path, Field(strict=False)]]
     """The file of each site's public key."""
@@ -129,7 +131,9 @@ class ServerConfig(BaseModel):
         values = read_yaml(path, "server.yaml", "give the one of the server's kit", "federation, host, port and sites")
         config = validate_config(cls, path.name, values)
         here = path.resolve().parent
-        places = {name: here / getattr(config, name) for name in ("certificate", "key", "ca", "revoked", "folder")}
+        places = {
+            name: here / getattr(config, name) for name in ("certificate", "key", "ca", "revoked", "peers", "folder")
+        }
         return config.model_copy(update={**places, "sites": {site: here / key for site, key in config.sites.items()}})
 
     @model_validator(mode="after")

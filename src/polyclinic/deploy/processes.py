@@ -16,8 +16,9 @@ from pathlib import Path
 from polyclinic.core import EngineError, RecipeError, SiteId, StoreError
 from polyclinic.deploy.config import ServerConfig, is_loopback, parse_address
 from polyclinic.deploy.flower.client import SiteConnection
-from polyclinic.deploy.flower.server import FlowerEngine, LinkGrid, SuperLink
+from polyclinic.deploy.flower.server import FlowerEngine, SuperLink
 from polyclinic.deploy.provisioning.certificates import check_server_files, check_site_files, read_revoked_keys
+from polyclinic.deploy.provisioning.peer_list import read_peers
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.release_log import timestamp
 from polyclinic.deploy.status import STATUS, STOPPED, ServerStatus, log_to_file
@@ -38,6 +39,13 @@ class SiteRegistration:
 
     def __init__(self, link: SuperLink, engine: FlowerEngine, board: ServerStatus) -> None:
         self.link, self.engine, self.board = link, engine, board
+
+    def read_peers(self) -> dict[str, object] | None:
+        """The list of sites as the authority signed it, by which sites know each other; None without TLS."""
+        config = self.board.config
+        if config.insecure and not config.peers.exists():
+            return None
+        return read_peers(config.peers, config.ca, config.federation)
 
     def wait_for_sites(self, seconds: float | None, needed: int, report: Callable[[str], None]) -> dict[SiteId, str]:
         """Wait for all sites, or after `seconds` for as many as are `needed`.
@@ -93,7 +101,7 @@ def open_server(
             follower = threading.Thread(target=board.update_until_closed, args=(link,), daemon=True)
             follower.start()
             try:
-                yield SiteRegistration(link, FlowerEngine(LinkGrid(link), link.nodes, patience), board)
+                yield SiteRegistration(link, FlowerEngine(link, patience), board)
             finally:
                 board.closed.set()
                 follower.join(timeout=5)

@@ -45,6 +45,8 @@ class RunFolder:
         self.lock, self.status = path / LOCK, path / "status.json"
         self.enrolment = path / "enrolled.json"
         """Of a run between real sites: how they described themselves when it began."""
+        self.statements = path / "signatures.jsonl"
+        """Of a run between real sites: what its sites signed that they received."""
         self.teachers_figure, self.forgetting_figure = path / "teachers.png", path / "forgetting.svg"
         self.features_figure, self.saliency_folder = path / "features.png", path / "explain"
         self.attack_folder = path / "attack"

@@ -18,7 +18,8 @@ from cryptography.hazmat.primitives.hashes import SHA384
 
 from polyclinic.core import Refused, SiteId
 
-ALGORITHM = ec.ECDSA(SHA384())
+ALGORITHM = ec.ECDSA(SHA384(), deterministic_signing=True)
+"""As in RFC 6979: signing a statement twice gives the same bytes, so that a repeated message is the same message."""
 
 
 @dataclass(frozen=True)

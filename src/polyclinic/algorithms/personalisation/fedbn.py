@@ -17,6 +17,7 @@ normalisation layers this is FedAvg, bit for bit; it is allowed, since with clus
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -30,6 +31,8 @@ LOCAL_KINDS = {"model": "norms", "buffers": "norm buffers"}
 
 @dataclass(frozen=True)
 class FedBN(Algorithm):
+    site_kinds: ClassVar[tuple[str, ...]] = tuple(LOCAL_KINDS.values())
+
     def init(self, federation: Federation) -> Bundle:
         first, norms = network_weights(federation.initial), federation.norms
         shared = {kind: _without_names(norms, group) for kind, group in first.items()}

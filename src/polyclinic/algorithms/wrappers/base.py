@@ -25,6 +25,7 @@ class Wrapper(Algorithm):
     def __post_init__(self) -> None:
         object.__setattr__(self, "pooled", self.inner.pooled)
 
+    site_kinds = _OfInner()
     exchanges = _OfInner()
     auxiliary = _OfInner()
     init = _OfInner()

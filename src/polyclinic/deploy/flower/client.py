@@ -1,4 +1,4 @@
-"""A site's connection to the server: a long-lived client of Flower 1.41 that pulls messages and pushes replies.
+"""A site's connection to the server: a long-lived client of Flower 1.41 that asks for messages and sends replies.
 
 `deploy/processes.py: serve_site` runs it for `polyclinic join`. `flower/server.py` says what Flower does here, and why
 this is not `flower-supernode`.
@@ -9,55 +9,32 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from urllib.parse import quote
 
 import httpx
-from flwr.app import Message
-from flwr.app.message import remove_content_from_message
 from flwr.common.constant import HEARTBEAT_MIN_INTERVAL
-from flwr.common.serde import message_to_proto
-from flwr.proto.fleet_pb2 import (
-    ActivateNodeRequest,
-    DeactivateNodeRequest,
-    PullMessagesRequest,
-    PushMessagesRequest,
-)
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.node_pb2 import Node
-from flwr.supercore.inflatable.inflatable_object import (
-    get_all_nested_objects,
-    get_object_tree,
-    no_object_id_recompute,
-)
-from flwr.supercore.inflatable.inflatable_protobuf_utils import (
-    make_confirm_message_received_fn_protobuf,
-    make_pull_object_fn_protobuf,
-    make_push_object_fn_protobuf,
-)
-from flwr.supercore.inflatable.inflatable_utils import (
-    ObjectPullError,
-    ObjectPushError,
-    pull_and_inflate_object_from_tree,
-    push_objects,
-)
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from polyclinic.core import EngineError, StoreError, __version__
-from polyclinic.deploy.flower.gateway import NAMES, VERSION
+from polyclinic.deploy.flower.gateway import MESSAGE_NAME, NAMES, NEXT_MESSAGE, PIECE_BYTES, REPLY, VERSION
 from polyclinic.deploy.provisioning.certificates import read_private_key
-from polyclinic.federation.engines.flower_envelope import pack_message, unpack_message
+from polyclinic.storage import messages
 from polyclinic.storage.files import write_json
 
-RECORD, NAME = "polyclinic", "message"
-NONCE = 16
-"""Random bytes at the end of every message to a site; see `flower/server.py: build_message`."""
+MAX_MESSAGE_BYTES = 4 << 30
+"""Of a message to a site, unless the site knows better."""
+READ_SECONDS = 60.0
+"""How long a transfer may pause."""
 HEARTBEAT_SECONDS = HEARTBEAT_MIN_INTERVAL
 """A site that is silent for twice as long counts as away. Flower accepts no shorter interval."""
 MAX_CLOCK_LEAD = 5
@@ -71,11 +48,6 @@ TLS_PROBLEMS = {
     62: "the server's certificate is for another host name; write the server's own name in site.yaml",
     64: "the server's certificate is for another address; write the server's own address in site.yaml",
 }
-
-
-def build_reply(message: Message, answer: Callable[[bytes], bytes]) -> Message:
-    """Answer a message of Flower's: take off the random end, and wrap the reply."""
-    return Message(pack_message(answer(unpack_message(message)[:-NONCE])), reply_to=message)
 
 
 class Disconnected(Exception):  # noqa: N818
@@ -94,6 +66,7 @@ class SiteConnection:
         report: Is called with a sentence whenever the state of the connection changes.
         is_idle: Whether the site takes part in no run at the moment.
         names: The names of federation and site in site.yaml, which the server compares with the owner of the key.
+        most_bytes: The largest message that the site takes at the moment.
     """
 
     def __init__(
@@ -106,7 +79,9 @@ class SiteConnection:
         report: Callable[[str], None] = lambda _: None,
         is_idle: Callable[[], bool] = lambda: False,
         names: tuple[str, str] | None = None,
+        most_bytes: Callable[[], int] = lambda: MAX_MESSAGE_BYTES,
     ) -> None:
+        self.most_bytes = most_bytes
         self.server, self.folder, self.report, self.is_idle = server, folder, report, is_idle
         self.stop = threading.Event()
         private = read_private_key(key)
@@ -126,11 +101,11 @@ class SiteConnection:
         with self.client:
             while not self.stop.is_set():
                 try:
-                    with self._stay_connected() as node:
+                    with self._stay_connected():
                         self.report(f"connected to {self.server}")
                         reported, wait, was_connected = "", 1.0, True
                         while not self.stop.is_set():
-                            self._answer_messages(node)
+                            self._answer_next_message()
                 except Disconnected as reason:
                     is_over = was_connected and self.is_idle()
                     sentence = f"{self.server} has closed; waiting for the next run" if is_over else str(reason)
@@ -140,12 +115,12 @@ class SiteConnection:
                     wait = min(wait * 1.5, 5.0)
 
     @contextmanager
-    def _stay_connected(self) -> Iterator[Node]:
+    def _stay_connected(self) -> Iterator[None]:
         node = self._activate_node()
         gone = threading.Event()
         threading.Thread(target=self._send_heartbeats, args=(node, gone), daemon=True).start()
         try:
-            yield node
+            yield
         finally:
             gone.set()
             with suppress(httpx.HTTPError):
@@ -176,45 +151,56 @@ class SiteConnection:
             with suppress(httpx.HTTPError):
                 self.client.SendNodeHeartbeat(SendNodeHeartbeatRequest(node=node, heartbeat_interval=HEARTBEAT_SECONDS))
 
-    def _answer_messages(self, node: Node) -> None:
+    def _answer_next_message(self) -> None:
         with self._translate_errors():
-            message = self._pull_message(node)
-        if message is None:
+            found = self._pull_message()
+        if found is None:
             return
-        begun = time.perf_counter()
-        reply = build_reply(message, self.answer)
+        name, message = found
+        reply = self._refuse_size() if message is None else self.answer(message)
+        del message, found
         with self._translate_errors():
-            self._push_reply(node, reply, time.perf_counter() - begun)
+            self._push_reply(name, reply)
 
-    def _pull_message(self, node: Node) -> Message | None:
-        """The next message; None if there was none for as long as the server holds the request open."""
-        found = self.client.PullMessages(PullMessagesRequest(node=node))
-        if not found.messages_list:
-            return None
-        run, tree = found.messages_list[0].metadata.run_id, found.message_object_trees[0]
-        message = pull_and_inflate_object_from_tree(
-            tree,
-            make_pull_object_fn_protobuf(self.client.PullObject, node, run),
-            make_confirm_message_received_fn_protobuf(self.client.ConfirmMessageReceived, node, run),
-            return_type=Message,
-            initial_backoff=0.1,
-        )
-        message.metadata.__dict__["_message_id"] = tree.object_id
-        return message
+    def _pull_message(self) -> tuple[str, bytes | None] | None:
+        """The next message and its name, without its bytes if they are too many; None if there is none for now."""
+        with self._send_request(NEXT_MESSAGE, [], 0, {}) as response:
+            if response.status_code == httpx.codes.NO_CONTENT:
+                return None
+            name, size = response.headers[MESSAGE_NAME], int(response.headers["content-length"])
+            if size > self.most_bytes():
+                return name, None
+            return name, b"".join(response.iter_raw(PIECE_BYTES))
 
-    def _push_reply(self, node: Node, reply: Message, seconds: float) -> None:
-        reply.metadata.__dict__["_message_id"] = reply.object_id
-        with no_object_id_recompute():
-            asked = self.client.PushMessages(
-                PushMessagesRequest(
-                    node=node,
-                    messages_list=[message_to_proto(remove_content_from_message(reply))],
-                    message_object_trees=[get_object_tree(reply)],
-                    clientapp_runtime_list=[seconds],
-                )
-            )
-            push = make_push_object_fn_protobuf(self.client.PushObject, node, reply.metadata.run_id, asked.session_id)
-            push_objects(get_all_nested_objects(reply), push, object_ids_to_push=set(asked.objects_to_push))
+    def _push_reply(self, name: str, reply: bytes) -> None:
+        with self._send_request(REPLY, _Pieces(reply), len(reply), {MESSAGE_NAME: name}, (httpx.codes.GONE,)):
+            pass  # a reply for which nobody waits any more is as good as sent
+
+    @contextmanager
+    def _send_request(
+        self, path: str, content: Iterable[bytes], size: int, headers: dict[str, str], also: Sequence[int] = ()
+    ) -> Iterator[httpx.Response]:
+        """Send a signed request, and raise `httpx.HTTPStatusError` unless it is answered with success or `also`."""
+        http = self.client._client
+        address, headers = f"{self.client._base_url}{path}", {**headers, "content-length": str(size)}
+        request = http.build_request("POST", address, content=content, headers=headers, timeout=READ_SECONDS)
+        response = self.client._send(ProtobufRequestContext(path, None, request), stream=True)
+        request.extensions["timeout"]["read"] = READ_SECONDS  # Flower waits for streams without a limit
+        try:
+            if response.status_code not in also:
+                response.raise_for_status()
+            if response.status_code != httpx.codes.OK:
+                response.read()  # to its end, so that the connection can be used again
+            yield response
+        finally:
+            response.close()
+
+    def _refuse_size(self) -> bytes:
+        """The reply to a message that is larger than this site takes."""
+        most = self.most_bytes() / 1e6
+        why = f"a message of more than {most:.0f} MB, the most that this site takes now"
+        self.report(f"refused: {why}")
+        return messages.encode({"run": "", "failure": "refused", "why": why}, {})
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
@@ -225,10 +211,21 @@ class SiteConnection:
             raise _explain_status(error.response, self.server) from None
         except httpx.TransportError as error:
             raise _explain_transport_error(error, self.server, self.secure) from None
-        except (ObjectPullError, ObjectPushError, ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError) as error:
             raise Disconnected(
                 f"a message was lost on the way ({type(error).__name__}); the server will send it again"
             ) from None
+
+
+class _Pieces:
+    """Bytes to send in pieces, as often as needed."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = memoryview(data)
+
+    def __iter__(self) -> Iterator[bytes]:
+        for start in range(0, len(self.data), PIECE_BYTES):
+            yield bytes(self.data[start : start + PIECE_BYTES])
 
 
 class _IdentityInterceptor:

@@ -47,6 +47,9 @@ class SiteConfig(BaseModel):
     """The path of each data set that recipes refer to by name. No path leaves the site, and none is accepted."""
     allow: Allow = Allow()
     budget: Budget | None = None
+    peers: tuple[str, ...] = ()
+    """Fingerprints of other sites' keys that people here have compared: only these sites count. (): all that the
+    federation's authority names."""
     device: str | None = None
     """Where to compute; None: where the recipe says, if that device is available here, else on the CPU."""
 

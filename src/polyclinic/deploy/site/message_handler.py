@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from polyclinic.algorithms.base import Algorithm
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import DataError, PolyclinicError, Refused, StoreError, __version__, failpoint
+from polyclinic.deploy.cohort import FIELD, FIELDS, SiteCohort, hash_shared_kinds, hash_terms
 from polyclinic.deploy.site.config import SiteConfig, with_remedy
 from polyclinic.deploy.site.images import build_site_profile, load_own_site
 from polyclinic.deploy.site.keys import SiteKeys, erase_run_key
@@ -27,6 +29,7 @@ from polyclinic.deploy.site.message_checks import (
     read_terms,
 )
 from polyclinic.deploy.site.participation import Participation, ReleasePreview, RunTerms
+from polyclinic.deploy.site.peers import load_peers
 from polyclinic.deploy.site.policy import check_recipe, recipe_digest
 from polyclinic.deploy.site.release_log import FAILED, LOG, REFUSED, ReleaseLog, RotatingLog, timestamp
 from polyclinic.deploy.site.scores import KeptScores, describe_scores, keep_scores
@@ -53,6 +56,8 @@ class SiteMessageHandler:
         self.is_idle = True
         """Whether the site takes part in no run at the moment."""
         self.keys = SiteKeys(config.folder)
+        self.peers = load_peers(config, self._write_log)
+        """The other sites' keys and this site's own; None without the files of a kit, as in a rehearsal."""
         self.releases = ReleaseLog(config.folder)
         self.site_log = RotatingLog(config.folder / LOG)
         self._open: Participation | None = None
@@ -111,12 +116,15 @@ class SiteMessageHandler:
 
     def _handle_enrol(self, message: messages.Message, _: bytes) -> bytes:
         recipe = self._read_allowed_recipe(message.fields)
+        self._take_peers(message.fields)
         self._images = None  # the images may have changed since another run
         own = self._load_images(recipe)
         if self.config.budget is not None and not self._is_recipe_running(recipe):
             self._rehearse_run(recipe, own)
         reply = self._encode_reply(
-            "", card=build_site_profile(own, self.site, __version__, self.keys.mark_images(own.fingerprint))
+            "",
+            card=build_site_profile(own, self.site, __version__, self.keys.mark_images(own.fingerprint)),
+            least_sites=self.config.allow.least_sites,
         )
         self.releases.record_release(reply, {CARD: len(reply)}, run="", round=0, purpose="enrol", epsilon=None)
         self._write_log(f"enrolled for the recipe {recipe.name!r:.100} ({recipe.algorithm.name})")
@@ -125,6 +133,7 @@ class SiteMessageHandler:
     def _handle_begin(self, message: messages.Message, data: bytes) -> bytes:
         """Join a run. The message is stored: after a restart the run continues under these terms, or not at all."""
         self._read_allowed_recipe(message.fields)
+        self._take_peers(message.fields)
         terms = read_terms(message.fields, self.site)
         kept = self._run_folder(terms.run) / "begin.pcl"
         if kept.exists() and self._load_terms(terms.run).digest != terms.digest:
@@ -143,7 +152,9 @@ class SiteMessageHandler:
             write_atomically(kept, data)
             failpoint("run-begun")
             self._write_log(f"began run {terms.run}: {terms.recipe.name!r:.100} ({terms.recipe.algorithm.name})")
-        return self._encode_reply(terms.run, ready=True)
+        cohort = self._cohort(terms.run)
+        signed = {} if cohort is None else cohort.sign_terms(hash_terms(message.fields))
+        return self._encode_reply(terms.run, ready=True, **signed)
 
     def _handle_round(self, message: messages.Message, data: bytes) -> bytes:
         """Train for a round, or predict. A repeated message gets the same bytes again, and costs nothing."""
@@ -154,15 +165,16 @@ class SiteMessageHandler:
         kept, asked = self._run_folder(run) / f"last-{purpose}", hashlib.sha256(data).hexdigest()
         former = _cached_reply(kept, asked)
         if former is None:
+            cohort = self._check_cohort(run, round, fields)
             answer = part.train(message) if purpose == "train" else self._evaluate(part, message)
+            if cohort is not None and purpose == "train":
+                answer = _sign_reply(answer, cohort, message, part.setup.algorithm)
         else:
             answer = messages.decode(former)
         kinds = part.check_reply(answer)
         reply = former or messages.encode(answer.fields, answer.tensors)
         spent = part.account.epsilon_spent() if part.account is not None and purpose == "train" else None
-        self.releases.record_release(
-            reply, kinds, run=run, round=round, purpose=purpose, epsilon=spent, repeated=former is not None
-        )
+        self.releases.record_release(reply, kinds, run=run, round=round, purpose=purpose, epsilon=spent)
         if former is None:
             write_atomically(kept, asked.encode() + reply)
         return reply
@@ -185,6 +197,31 @@ class SiteMessageHandler:
         self._write_log(describe_scores(kept))
         fields = {"run": run, "round": message.fields["round"], "site": self.site, **found.answer}
         return messages.Message(fields, found.tensors)
+
+    def _take_peers(self, fields: Mapping[str, object]) -> None:
+        """Take a newer list of sites from the server, if it is the authority's."""
+        if self.peers is not None and "peers" in fields:
+            self.peers.take_list(fields["peers"])
+
+    def _cohort(self, run: str) -> SiteCohort | None:
+        """The statements of this run's sites; None where the other sites' keys are not known."""
+        if self.peers is None:
+            return None
+        path = self._run_folder(run) / "signed.jsonl"
+        return SiteCohort(self.config.federation, run, path, self.peers.signer, self.peers.keys)
+
+    def _check_cohort(self, run: str, round: int, fields: Mapping[str, object]) -> SiteCohort | None:
+        """Raise `Refused` unless enough sites took part in the round before, with the same weights."""
+        cohort, least = self._cohort(run), self.config.allow.least_sites
+        if cohort is not None:
+            cohort.check(round, fields.get(FIELDS, {}), least)
+        elif least > 1:
+            raise Refused(
+                "cohort",
+                f"{self.site} asks for {least} sites, but has no keys of others by which to count them; use the files "
+                "of its kit, or set allow.least_sites: 1 in its site.yaml for a rehearsal",
+            )
+        return cohort
 
     def _handle_end(self, message: messages.Message, _: bytes) -> bytes:
         run = read_run_id(message.fields)
@@ -302,6 +339,15 @@ class SiteMessageHandler:
         self.report(sentence)
         with contextlib.suppress(StoreError):
             self.site_log.append_line("\n".join(filter(None, (f"{timestamp()} {sentence}", details))))
+
+
+def _sign_reply(
+    answer: messages.Message, cohort: SiteCohort, order: messages.Message, algorithm: Algorithm
+) -> messages.Message:
+    """Add to a reply this site's statement on what it received."""
+    weights, cluster = hash_shared_kinds(algorithm, order.tensors), algorithm.cluster_from_broadcast(order.tensors)
+    signed = cohort.sign_round(int(order.fields["round"]), cluster, weights, order.fields.get(FIELDS, {}))
+    return messages.Message({**answer.fields, FIELD: signed}, answer.tensors)
 
 
 def _cached_reply(kept: Path, asked: str) -> bytes | None:

@@ -35,6 +35,8 @@ class Allow(BaseModel):
     """SHA-256 of the only recipes that may run (`recipe_digest`); (): every recipe with an allowed algorithm."""
     kinds: tuple[str, ...] = ()
     """Kinds of data that may leave: those that algorithms send (model, buffers, features …), metrics, predictions."""
+    least_sites: int = Field(3, ge=1)
+    """The fewest sites, this one among them, that must have signed the round before; 1: this site may be alone."""
     seeded_noise: bool = False
     """For rehearsals: noise may be drawn from the recipe's seed. Anyone who knows the seed can remove that noise."""
 
