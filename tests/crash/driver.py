@@ -20,9 +20,9 @@ from polyclinic import Recipe, run
 from polyclinic.core import failpoints
 from polyclinic.core.errors import PolyclinicError
 from polyclinic.deploy.site.config import SiteConfig
-from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.federation.rounds import Watch
 from polyclinic.runs.experiment import FederatedDataset, load_sites
+from tests.deploy.example_sites import ApprovingHandler
 from tests.driving import serve
 
 INTERRUPTED = 130
@@ -56,7 +56,7 @@ def answer(config: Mapping[str, Any], messages: list[str], replies: str, fault: 
     if fault:
         failpoints.arm_failpoint(*fault)
     try:
-        handler = SiteMessageHandler(SiteConfig.model_validate(config))
+        handler = ApprovingHandler(SiteConfig.model_validate(config))
         for number, path in enumerate(messages):
             (Path(replies) / str(number)).write_bytes(handler.answer_message(Path(path).read_bytes()))
     except BaseException:

@@ -24,7 +24,7 @@ from polyclinic.deploy.provisioning.provision import provision_federation
 from polyclinic.evaluation.summary import RunSummary
 from polyclinic.storage.run_folder import RunFolder
 from tests.deploy.child_process import ChildProcess, die_with_parent
-from tests.deploy.example_sites import EVERYTHING, SITES, TABLE, simulation, write_hospitals
+from tests.deploy.example_sites import EVERYTHING, SITES, TABLE, approve, simulation, write_hospitals
 from tests.driving import Ask, driving
 
 ALONE = {"OMP_NUM_THREADS": "1"}
@@ -159,6 +159,8 @@ class Ward:
             self.server.kill()
         path = self.folder / f"{run}.yaml"
         path.write_text(found.to_yaml())
+        for site in (self.folder / "k" / "sites").glob("*/site.yaml"):
+            approve(site.parent / "state", found)
         file = self.folder / "k" / "server" / "server.yaml"
         words = ("serve", file, path, "--out", self.folder / run)
         self.server = self.command(*words, role="server", fault=fault, really=really)

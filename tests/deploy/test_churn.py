@@ -44,7 +44,8 @@ class Mortal(MemoryGrid):
     left, or just after their reply has."""
 
     def __init__(self, home: Path, state: str, ends: Mapping[SiteId, str]) -> None:
-        super().__init__({site: desk.answer_message for site, desk in desks(home, state, TEN).items()})
+        self.desks = desks(home, state, TEN)
+        super().__init__({site: desk.answer_message for site, desk in self.desks.items()})
         self.ends = dict(ends)
 
     def reply(self, name: str) -> bytes | None:
@@ -52,8 +53,13 @@ class Mortal(MemoryGrid):
         way = self.ends.get(site, "") if fatal(data) else ""
         reply = None if way == "before" else super().reply(name)
         if way:
-            self.away.add(site)
+            self.disconnect(site)
         return None if way == "during" else reply
+
+    def disconnect(self, site: SiteId) -> None:
+        """End a site's connection, which its own process notices when it connects again."""
+        self.away.add(site)
+        self.desks[site].note_absence()
 
 
 def fatal(data: bytes) -> bool:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.core import Bundle, Failure, SiteId
@@ -27,7 +30,7 @@ from polyclinic.deploy.provisioning.certificates import (
     read_private_key,
 )
 from polyclinic.deploy.provisioning.peer_list import PeerList, encode_peers, read_peers
-from polyclinic.deploy.provisioning.provision import provision_federation, rotate_site
+from polyclinic.deploy.provisioning.provision import provision_federation, rotate_all, rotate_site
 from polyclinic.deploy.serve import run_deployed
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
@@ -43,6 +46,8 @@ from tests.deploy.example_sites import (
     EVERY,
     EVERYTHING,
     SITES,
+    TABLE,
+    ApprovingHandler,
     Crossing,
     asked,
     beginning,
@@ -52,10 +57,13 @@ from tests.deploy.example_sites import (
     refusal,
     said,
     simulation,
+    write_hospitals,
 )
+from tests.deploy.real_processes import Ward, forking, free_port
 from tests.federation.mock_engine import MockEngine
 from tests.small import NEEDED
 
+OURS = [sys.executable, "-m", "polyclinic"]
 STRICT = {**EVERYTHING, "least_sites": 3}
 NORTH = FederationConfig(
     federation="north-sea", server=ServerSection(host="127.0.0.1", port=9443), sites=SITES, days=30
@@ -81,7 +89,7 @@ def configured(home: Path, k: Path, site: SiteId, state: str, **settings: Any) -
 
 
 def signing(home: Path, k: Path, state: str, **settings: Any) -> dict[SiteId, SiteMessageHandler]:
-    return {site: SiteMessageHandler(configured(home, k, site, state, **settings)) for site in SITES}
+    return {site: ApprovingHandler(configured(home, k, site, state, **settings)) for site in SITES}
 
 
 def listed(k: Path) -> Callable[[], dict[str, object] | None]:
@@ -108,8 +116,12 @@ HONEST: dict[str, dict[str, Any]] = {
     "a cohort of two": {"cohort": 2},
 }
 
+LIGHT = ("fedavg", "a cohort of two")
 
-@pytest.mark.parametrize("case", HONEST)
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[] if name in LIGHT else [pytest.mark.heavy]) for name in HONEST]
+)
 def test_an_honest_run_is_the_simulated_one(case: str, home: Path, k: Path, tmp_path: Path) -> None:
     settings = {"rounds": 3, **HONEST[case]}
     allowed = {**EVERYTHING, "least_sites": 2} if "cohort" in settings else STRICT
@@ -195,10 +207,12 @@ def test_a_site_that_was_away_comes_back_and_a_late_one_joins(home: Path, k: Pat
     def answer(site: SiteId, data: bytes) -> bytes | Failure:
         fields = messages.decode(data).fields
         if site == "hill" and fields["purpose"] == "train" and fields["round"] == 2:
+            crossing.desks[site].note_absence()
             return Failure("dead", "away")
         if site == "lake" and fields["purpose"] in ("begin", "train") and fields.get("round", 1) == 1:
             rounds = [messages.decode(sent).fields.get("round", 0) for _, sent in crossing.sent]
             if fields["purpose"] == "train" or max(rounds) == 0:
+                crossing.desks[site].note_absence()
                 return Failure("dead", "late")
         return crossing.answer(site, data)
 
@@ -207,8 +221,10 @@ def test_a_site_that_was_away_comes_back_and_a_late_one_joins(home: Path, k: Pat
 
     def one_away(site: SiteId, data: bytes) -> bytes | Failure:
         fields = messages.decode(data).fields
-        lost = site == "hill" and fields["purpose"] == "train" and fields["round"] == 2
-        return Failure("dead", "away") if lost else strict.answer(site, data)
+        if site == "hill" and fields["purpose"] == "train" and fields["round"] == 2:
+            strict.desks[site].note_absence()
+            return Failure("dead", "away")
+        return strict.answer(site, data)
 
     with pytest.raises(RecipeError, match=r"harbour takes part only with 3 sites or more .* raise quorum to 3"):
         played(k, one_away, tmp_path / "other", rounds=4, quorum=1)
@@ -288,8 +304,9 @@ def test_a_cohort_of_one_is_refused(server: HostileServer) -> None:
         assert "1 of the 3 sites that hill asks for" in refusal(server.order("hill", 1, shown=shown))
     two = {site: server.shown[site] for site in ("hill", "lake")}
     assert "2 of the 3 sites that hill asks for" in refusal(server.order("hill", 1, shown=two))
-    for wrong in ([], None, "x", 3):
-        assert refusal(server.order("hill", 1, shown=wrong or [wrong]))
+    wrong: Any
+    for wrong in ([1], "x", 3):
+        assert "shows no statements" in refusal(server.order("hill", 1, shown=wrong))
 
 
 def test_statements_of_others_cannot_be_made_up(server: HostileServer) -> None:
@@ -357,7 +374,12 @@ def test_other_terms_for_one_site_are_refused(home: Path, k: Path, tmp_path: Pat
     longer = recipe(rounds=5)
     reply = said(
         found.desks["hill"].answer_message(
-            asked("begin", "hill", longer, {**{n: cheated[n] for n in ("run", "classes", "channels", "size", "plan")}})
+            asked(
+                "begin",
+                "hill",
+                longer,
+                {**{n: cheated[n] for n in ("run", "sites", "classes", "channels", "size", "plan")}},
+            )
         )
     )
     found.shown["hill"] = reply[FIELD]
@@ -367,9 +389,10 @@ def test_other_terms_for_one_site_are_refused(home: Path, k: Path, tmp_path: Pat
 
 def test_the_statement_is_kept_over_a_restart(server: HostileServer, home: Path, k: Path, tmp_path: Path) -> None:
     """A site that was restarted still knows what it was sent."""
-    server.round(1, hill=crafted(server.state))
+    server.round(1)
+    server.round(2, hill=crafted(server.state))
     server.desks = signing(home, k, tmp_path.name)
-    assert "was sent other weights in round 1 than" in refusal(server.order("hill", 2))
+    assert "was sent other weights in round 2 than" in refusal(server.order("hill", 3))
 
 
 # ---- a hostile site -------------------------------------------------------------------------------------------------
@@ -408,6 +431,39 @@ def test_a_site_that_signs_something_else_is_named_and_stops_nobody(
     assert all("signature" in info["why"] for info in seen if info["site"] == "hill")
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"cohort": "a" * 10**6},
+        {"cohort": "0"},
+        {"weights": 3},
+        {"signature": "A" * 10**5},
+        {"signed again": {"round": [1]}},
+        {"signed again": {"round": 10**9}},
+        {"signed again": 7},
+    ],
+    ids=lambda wrong: "".join(wrong),
+)
+def test_what_a_site_says_of_the_terms_stops_nobody_either(
+    wrong: dict[str, Any], home: Path, k: Path, tmp_path: Path
+) -> None:
+    """A statement travels to all other sites: it is small and whole, or the site is done without."""
+    crossing = Crossing(signing(home, k, tmp_path.name, allow={**EVERYTHING, "least_sites": 2}))
+
+    def answer(site: SiteId, data: bytes) -> bytes | Failure:
+        reply = crossing.answer(site, data)
+        if site != "hill" or messages.decode(data).fields["purpose"] != "begin" or isinstance(reply, Failure):
+            return reply
+        fields = dict(messages.decode(reply).fields)
+        again = {name: value for name, value in wrong.items() if name == "signed again"}
+        return messages.encode({**fields, FIELD: {**fields[FIELD], **wrong}, **again}, {})
+
+    assert played(k, answer, tmp_path / "run", rounds=2, quorum=2)
+    orders = [messages.decode(data).fields for site, data in crossing.sent if site == "lake"]
+    shown = [set(fields[FIELDS]) for fields in orders if fields.get("round") == 1 and fields["purpose"] == "train"]
+    assert shown == [set(SITES) if "signed again" in wrong else {"harbour", "lake"}]
+
+
 # ---- the list of sites ----------------------------------------------------------------------------------------------
 
 
@@ -420,7 +476,7 @@ def test_only_a_newer_list_of_the_authority_is_taken(home: Path, k: Path, tmp_pa
     peers = SitePeers(configured(home, k, "hill", tmp_path.name), told.append)
     kit = json.loads((k / "sites" / "hill" / "peers.json").read_text())
     found = PeerList("north-sea", kit["version"] + 1, {**kit["sites"], "dune": kit["sites"]["lake"]})
-    (tmp_path / "state").mkdir()
+    wrong: Any
     for wrong in (
         found.sign(generate_key()),
         {**found.sign(authority_key(k)), "version": 99},
@@ -442,6 +498,19 @@ def test_only_a_newer_list_of_the_authority_is_taken(home: Path, k: Path, tmp_pa
     assert set(SitePeers(peers.config).keys.keys) == {*SITES, "dune"}, "an older list, also after a restart"
 
 
+def test_a_new_authority_replaces_the_list_of_the_old_one(home: Path, k: Path, tmp_path: Path) -> None:
+    peers = SitePeers(configured(home, k, "hill", tmp_path.name))
+    kit = json.loads((k / "sites" / "hill" / "peers.json").read_text())
+    peers.config.folder.mkdir(exist_ok=True)
+    former = PeerList("north-sea", 10**6, {"hill": kit["sites"]["hill"]}).sign(authority_key(k))
+    peers.take_list(former)
+    rotate_all(k)
+    again = SitePeers(peers.config)
+    assert set(again.keys.keys) == set(SITES)
+    with pytest.raises(Refused, match="not signed by the federation's authority"):
+        again.take_list(former)
+
+
 def _mark(k: Path, site: SiteId) -> str:
     return key_fingerprint((k / "server" / "sites" / f"{site}.pub").read_bytes())
 
@@ -459,7 +528,7 @@ def test_a_coordinator_can_invent_sites_unless_people_have_pinned_them(home: Pat
         begun = said(desks["hill"].answer_message(beginning(found.made, "hill", {"peers": values})))
         terms = begun[FIELD]["weights"]
         for site, signer in invented.items():
-            parts = {"cluster": "", "weights": terms, "cohort": "0"}
+            parts = {"cluster": "", "weights": terms, "cohort": 64 * "0"}
             ids = {"federation": "north-sea", "run": found.made.run_id(), "round": 0, "site": site}
             found.shown[site] = {**parts, "signature": signer.sign("round", {**ids, **parts})}
         found.shown["hill"] = begun[FIELD]
@@ -476,7 +545,7 @@ def _openssh(signer: SiteSigner) -> str:
 
 def test_a_site_without_keys_of_others_is_alone_only_if_it_says_so(home: Path, tmp_path: Path) -> None:
     for least in (1, 3):
-        desk = SiteMessageHandler(
+        desk = ApprovingHandler(
             config(home, "hill", f"{tmp_path.name} {least}", allow={**EVERYTHING, "least_sites": least})
         )
         found = HostileServer(home, {"hill": desk})
@@ -486,6 +555,31 @@ def test_a_site_without_keys_of_others_is_alone_only_if_it_says_so(home: Path, t
             assert reply["round"] == 1
         else:
             assert "has no keys of others" in refusal(reply)
+
+
+@pytest.mark.heavy
+def test_real_processes_with_keys_that_sites_made(tmp_path: Path) -> None:
+    """By the commands of a kit's README, over TLS, with three sites that ask for three.
+    `./scripts/test --heavy tests/deploy/test_cohort_signatures.py`"""
+    write_hospitals(tmp_path)
+    server = ServerSection(host="127.0.0.1", port=free_port())
+    kits = tmp_path / "k"
+    provision_federation(NORTH.model_copy(update={"server": server}), kits, site_keys=False)
+    for site in SITES:
+        path = kits / "sites" / site / "site.yaml"
+        values = yaml.safe_load(path.read_text()) | {"data": {TABLE: str(tmp_path / site / TABLE)}, "allow": STRICT}
+        path.write_text(yaml.safe_dump(values))
+        done = subprocess.run([*OURS, "site", "key", str(path)], capture_output=True, text=True, check=True)
+        assert "SHA256:" in done.stdout
+    requests = [str(kits / "sites" / site / "request.json") for site in SITES]
+    subprocess.run([*OURS, "provision", "accept", str(kits), *requests, "--yes"], capture_output=True, check=True)
+    with forking() as ask, Ward(tmp_path, ask) as ward:
+        for site in SITES:
+            ward.join(site)
+        result, simulated = ward.play(recipe(rounds=3), "run")
+        assert result.sha256 == simulated.sha256
+    rows = [json.loads(line) for line in (tmp_path / "run" / "signatures.jsonl").read_text().splitlines()]
+    assert {(row["round"], row["site"]) for row in rows} == {(round, site) for round in range(4) for site in SITES}
 
 
 def test_a_server_with_another_authoritys_list_does_not_start(k: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from polyclinic.deploy.processes import listen_address, open_server
 from polyclinic.deploy.serve import ask_sites
 from polyclinic.deploy.status import LOG_BYTES, LOG_FILES, ServerStatus, log_to_file, read_status
 from polyclinic.storage import messages
-from tests.deploy.example_sites import CLUSTERS, SITES, asked, recipe
+from tests.deploy.example_sites import CLUSTERS, SITES, approve, asked, recipe
 from tests.deploy.real_processes import Ward, forking, furnish, until
 from tests.small import NEEDED
 
@@ -105,10 +105,10 @@ def test_sites_that_stay_up_end_run_after_run_in_the_bits_of_the_simulation(ward
 
 
 def test_sites_say_what_they_refuse_and_that_a_run_is_over(ward: Ward) -> None:
-    log, order = (
-        ward.sites["hill"].log,
-        messages.decode(asked("enrol", "hill", recipe(data__path="elsewhere.csv"))).fields,
-    )
+    found, log = recipe(data__path="elsewhere.csv"), ward.sites["hill"].log
+    order = messages.decode(asked("enrol", "hill", found)).fields
+    for site in SITES:
+        approve(ward.folder / "k" / "sites" / site / "state", found)
     before = len(log.read_text())
     with open_server(ServerConfig.load(ward.folder / "k" / "server" / "server.yaml")) as reception:
         ward.until(lambda: len(reception.link.connected_sites()) == len(SITES), "all sites' coming")

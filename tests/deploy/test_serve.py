@@ -14,7 +14,6 @@ from polyclinic.core.errors import DataError, EngineError, RecipeError, Refused,
 from polyclinic.core.jobs import Failure
 from polyclinic.data.patients import count_unnamed, max_images_per_patient
 from polyclinic.deploy.serve import run_deployed
-from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.deploy.site.scores import read_kept_scores
 from polyclinic.evaluation.task import CLASSIFICATION
 from polyclinic.federation.engines import RemoteExecution
@@ -27,7 +26,7 @@ from polyclinic.runs.remote_sites import RemoteSites, SiteProfile, find_misfits
 from polyclinic.storage import messages
 from polyclinic.storage.ledger import Ledger
 from polyclinic.storage.run_folder import RunFolder
-from tests.deploy.example_sites import EVERY, EVERYTHING, SITES, Crossing, desks, recipe, simulation
+from tests.deploy.example_sites import EVERY, EVERYTHING, SITES, ApprovingHandler, Crossing, desks, recipe, simulation
 from tests.deploy.site.test_message_handler import PHANTOM
 from tests.federation.mock_engine import MockEngine
 
@@ -194,7 +193,7 @@ def test_under_a_plan_final_scores_leave_only_as_it_says(metrics: str, home: Pat
     assert charged == [(1, {"hill", "validation"}), (2, {"hill", "validation"}), (3, {"test"})]
     assert "from noised counts" in page
     order = next(data for site, data in reversed(crossing.sent) if site == "hill" and b"evaluate" in data)
-    repeated = SiteMessageHandler(crossing.desks["hill"].config).answer_message(order)
+    repeated = ApprovingHandler(crossing.desks["hill"].config).answer_message(order)
     assert "failure" in messages.decode(repeated).fields, "the run has ended"
 
 

@@ -31,14 +31,13 @@ from polyclinic.deploy.processes import open_server
 from polyclinic.deploy.provisioning.provision import rotate_site
 from polyclinic.deploy.serve import run_deployed
 from polyclinic.deploy.site.config import SiteConfig
-from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.deploy.site.participation import WITHHELD
 from polyclinic.deploy.status import WAITING, ServerStatus
 from polyclinic.federation import rounds
 from polyclinic.federation.engines import RemoteExecution
 from polyclinic.storage import messages
 from polyclinic.storage.run_folder import RunFolder
-from tests.deploy.example_sites import EVERYTHING, SITES, TABLE, Crossing, desks, recipe
+from tests.deploy.example_sites import EVERYTHING, SITES, TABLE, ApprovingHandler, Crossing, desks, recipe
 from tests.deploy.flower.test_gateway import attending, until
 from tests.deploy.memory_grid import MemoryGrid, echo, engine_of, orders, said as answers
 from tests.deploy.real_processes import free_port, furnish
@@ -91,7 +90,7 @@ def at_work(place: Path, tmp_path: Path, **settings: Mapping[str, Any]) -> Itera
         for site in SITES:
             config = SiteConfig.load(place / "k" / "sites" / site / "site.yaml")
             given = SiteConfig.model_validate({**config.model_dump(), **settings.get(site, {})})
-            desk = SiteMessageHandler(given.model_copy(update={"folder": tmp_path / f"state {site}"}))
+            desk = ApprovingHandler(given.model_copy(update={"folder": tmp_path / f"state {site}"}))
             assert config.ca is not None
             assert config.key is not None
             attendance = SiteConnection(config.server, config.ca, config.key, desk.config.folder, desk.answer_message)

@@ -111,6 +111,8 @@ class Algorithm(ABC):
     """Kinds of a broadcast that differ between sites; all others are the same for all sites of a cluster."""
     unused_options: ClassVar[dict[str, tuple[str, ...]]] = {}
     """Options without effect, by `variant`."""
+    scalars: ClassVar[tuple[str, ...]] = ()
+    """The names of all `Update.scalars`. A real site sends no other, and these only if its policy names them."""
 
     def __post_init__(self) -> None:
         check_options(self, "algorithm.")

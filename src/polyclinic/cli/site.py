@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -31,6 +32,7 @@ from polyclinic.reporting.formatting import round_up
 
 if TYPE_CHECKING:
     from polyclinic.config.capability import Capability, ResourceWeights
+    from polyclinic.deploy.site.config import SiteConfig
     from polyclinic.deploy.site.message_handler import SiteMessageHandler
 
 
@@ -62,9 +64,18 @@ def join(
         handler = SiteMessageHandler(config, log)
         if rehearsed is not None:
             _print_releases(handler, polyclinic.Recipe.load(find_recipe(rehearsed)), as_json)
+            if not as_json:
+                out.print(Text("to approve it: polyclinic site approve SITE.yaml RECIPE"), soft_wrap=True)
             return
         try:
-            serve_site(config, handler.answer_message, log, lambda: handler.is_idle)
+            serve_site(
+                config,
+                handler.answer_message,
+                log,
+                lambda: handler.is_idle,
+                handler.largest_message,
+                handler.note_absence,
+            )
         except KeyboardInterrupt:
             log("stopped")
             raise typer.Exit(0) from None
@@ -89,10 +100,10 @@ def _print_releases(handler: SiteMessageHandler, recipe: polyclinic.Recipe, as_j
     prices = sorted({row.epsilon for row in rows if row.epsilon is not None})
     table.caption = Text("\n".join(f"ε of the whole run: {round_up(price)}" for price in prices))
     out.print(table)
-    out.print(Text(f"to allow only this recipe, add to allow.recipes:\n{mark}"), soft_wrap=True)
+    out.print(Text(f"SHA-256 of the recipe: {mark}"), soft_wrap=True)
 
 
-site_app = typer.Typer(no_args_is_help=True, help="A site's own key, log, scores and machine.")
+site_app = typer.Typer(no_args_is_help=True, help="A site's own people: approvals, key, log, scores and machine.")
 SiteFile = Annotated[Path, typer.Argument(metavar="SITE.yaml", help="The configuration file in the site's kit.")]
 
 
@@ -179,6 +190,100 @@ def scores_command(
     for kept in found:
         out.print(Text(f"{kept.time} {describe_release(kept)}"), soft_wrap=True)
     out.print(Text(f"all metrics, parts and models: {config.folder / 'scores'}"), soft_wrap=True)
+
+
+@site_app.command("approve")
+def approve_command(
+    site: SiteFile,
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="[RECIPE]", help="The recipe as agreed; none: list what is approved.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Approve without asking.")] = False,
+    by: Annotated[str | None, typer.Option(metavar="NAME", help="Who approves; default: the user's name.")] = None,
+    revoke: Annotated[
+        str | None, typer.Option(metavar="SHA256", help="Withdraw the approval of this recipe (or its first letters).")
+    ] = None,
+) -> None:
+    """Let a recipe run at this site: shows what it would send and the policy in force, then asks."""
+    from polyclinic.deploy.site.config import SiteConfig, with_remedy
+    from polyclinic.deploy.site.message_handler import SiteMessageHandler
+    from polyclinic.deploy.site.policy import approval_remarks, approve_recipe
+
+    config = SiteConfig.load(site)
+    with with_remedy():
+        if revoke is not None:
+            _revoke_approval(config.folder, revoke)
+        if recipe is None:
+            _print_approvals(config.folder)
+            return
+        found = polyclinic.Recipe.load(find_recipe(recipe))
+        _print_releases(SiteMessageHandler(config), found, as_json=False)
+        _print_policy(config)
+        for remark in approval_remarks(found, config.budget):
+            out.print(Text(f"note: {remark}"), soft_wrap=True)
+        if not yes and not typer.confirm(f"Shall {config.site} take part in {found.name!r} under this policy?"):
+            raise typer.Exit(1)
+        digest = approve_recipe(
+            config.folder, found, by or getpass.getuser(), datetime.now().astimezone().isoformat(timespec="seconds")
+        )
+    out.print(Text(f"{config.site} has approved {found.name!r}; to withdraw: --revoke {digest[:12]}"), soft_wrap=True)
+
+
+def _revoke_approval(folder: Path, start: str) -> None:
+    from polyclinic.deploy.site.policy import read_approvals, write_approvals
+
+    known = read_approvals(folder)
+    gone = [approval for approval in known if approval.digest.startswith(start.lower())]
+    if len(gone) != 1 or not start:
+        raise typer.BadParameter(
+            f"{len(gone)} approved recipes begin with {start!r}; give more of the SHA-256 that is listed",
+            param_hint="--revoke",
+        )
+    write_approvals(folder, [approval for approval in known if approval not in gone])
+    out.print(Text(f"no longer approved: {gone[0].name!r} ({gone[0].digest})"), soft_wrap=True)
+
+
+def _print_approvals(folder: Path) -> None:
+    from polyclinic.deploy.site.policy import read_approvals
+
+    known = read_approvals(folder)
+    table = plain_table("recipe", "approved", "by", Column("SHA-256", overflow="fold"))
+    for approval in known:
+        table.add_row(*map(Text, (approval.name, approval.date, approval.by, approval.digest)))
+    out.print(table if known else Text("no recipe is approved, so none can run here"))
+
+
+def _print_policy(config: SiteConfig) -> None:
+    """Print what `allow` and `budget` in site.yaml say, defaults included."""
+    table = plain_table("policy in force", Column("", overflow="fold"))
+    for name, value in config.allow.model_dump().items():
+        shown = ", ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+        table.add_row(Text(f"allow.{name}"), Text(shown))
+    budget = "none: no bound on what a server can learn from updates" if config.budget is None else str(config.budget)
+    table.add_row(Text("budget"), Text(budget))
+    out.print(table)
+
+
+@site_app.command("allow-round")
+def allow_round_command(
+    site: SiteFile,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run, as the site's terminal names it.")],
+    round: Annotated[int, typer.Argument(metavar="ROUND", min=1, help="The round that the server may ask for next.")],
+) -> None:
+    """Let the server of a run go back to a round, or leave rounds out: once, and only this site's own people can."""
+    from polyclinic.deploy.site.config import SiteConfig, with_remedy
+    from polyclinic.deploy.site.orders import allow_round
+
+    config = SiteConfig.load(site)
+    folder = config.folder / "runs" / run
+    if not re.fullmatch(r"[0-9A-Za-z_-]{1,64}", run) or not (folder / "begin.pcl").exists():
+        known = sorted(path.parent.name for path in (config.folder / "runs").glob("*/begin.pcl"))
+        raise typer.BadParameter(
+            f"{config.site} takes part in no run {run!r:.70}; there are: {', '.join(known) or 'none'}", param_hint="RUN"
+        )
+    with with_remedy():
+        allow_round(folder, round)
+    out.print(Text(f"{config.site} will take round {round} of run {run} next, whatever it has answered"))
 
 
 @site_app.command("capability")

@@ -172,6 +172,10 @@ def _check_clusters(recipe: Recipe) -> Iterator[str]:
             "evaluate.headline is public, but there is no public set; add `public`, or set evaluate.headline: null",
         ),
         (
+            any(model.sha256 and not model.starts_elsewhere for model in models),
+            "model.sha256 is of weights that are given, and none are; leave it out, or set model.weights or pretrain",
+        ),
+        (
             any(model.pretrain for model in models) and recipe.public is None,
             "model.pretrain trains on images at the server; add for example `public: {name: mias}`",
         ),

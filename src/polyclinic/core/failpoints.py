@@ -31,6 +31,7 @@ FAILPOINTS = (
     "run-key-written",
     "chain-key-moved",
     "run-begun",
+    "order-recorded",
 )
 
 _name, _left = "", 0

@@ -11,6 +11,7 @@ alone, nor send it other weights than the rest, for longer than one round.
 
 import hashlib
 import json
+import re
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,12 +24,13 @@ from polyclinic.core import Bundle, Failure, Refused, SiteId
 from polyclinic.federation.engines import Answer
 from polyclinic.federation.mailbox import Outbox
 from polyclinic.storage import messages
-from polyclinic.storage.files import append_durably
+from polyclinic.storage.files import append_line
 from polyclinic.storage.signatures import PeerKeys, SiteSigner
 
 PURPOSE, FIELD, AGAIN, FIELDS = "round", "signed", "signed again", "signatures"
 """The purpose of a statement, the fields of a reply that hold it, and the field of an order that holds those of all."""
 PARTS = ("cluster", "weights", "cohort", "signature")
+SHA256, LONGEST_NAME = re.compile("[0-9a-f]{64}"), 200
 Statement: TypeAlias = Mapping[str, str]
 
 
@@ -39,7 +41,7 @@ def hash_shared_kinds(algorithm: Algorithm, received: Bundle) -> str:
 
 def hash_terms(fields: Mapping[str, object]) -> str:
     """The SHA-256 of the terms in a `begin` message that are the same for all sites."""
-    return _hash_json([fields.get(name) for name in ("recipe", "seed", "classes", "channels", "size")])
+    return _hash_json([fields.get(name) for name in ("recipe", "seed", "classes", "channels", "size", "sites")])
 
 
 def hash_statements(statements: object) -> str:
@@ -60,6 +62,8 @@ def _named(federation: str, run: str, round: int, site: SiteId, signed: Mapping[
 def _read_statement(found: object) -> Statement:
     if not isinstance(found, dict) or not all(isinstance(found.get(part), str) for part in PARTS):
         raise Refused("signature", "a statement of a site lacks a part")
+    if not all(SHA256.fullmatch(found[part]) for part in PARTS[1:3]) or len(found["cluster"]) > LONGEST_NAME:
+        raise Refused("signature", "a statement of a site has a part that is no SHA-256, or too long a name")
     return {part: found[part] for part in PARTS}
 
 
@@ -134,7 +138,7 @@ class SiteCohort:
         named = _named(self.federation, self.run, round, self.signer.site, parts)
         signed = {**parts, "signature": self.signer.sign(PURPOSE, named)}
         if signed not in self._signed(round)[-1:]:
-            _append_row(self.path, {"round": round, **signed})
+            append_line(self.path, json.dumps({"round": round, **signed}))
         return signed
 
     def _signed(self, round: int) -> list[Statement]:
@@ -164,6 +168,7 @@ class ServerCohort:
     statements: dict[int, dict[SiteId, Statement]] = field(default_factory=dict)
     _sent: dict[str, str] = field(default_factory=dict)
     """By cluster, the hash of the weights of the round that is under way."""
+    _unsaved: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for row in _read_rows(self.path):
@@ -172,11 +177,20 @@ class ServerCohort:
     def show_statements(self, outbox: Outbox) -> None:
         """Put the statements of the round before into the orders."""
         self._sent = {}
+        oldest = min((int(str(fields["oldest_snapshot"])) for fields in outbox.fields.values()), default=0)
+        for round in [round for round in self.statements if 0 < round < oldest]:
+            del self.statements[round]  # no resume goes back so far; the file has them
         outbox.fields = {site: {**fields, FIELDS: self._shown(fields)} for site, fields in outbox.fields.items()}
 
     def _shown(self, order: Mapping[str, object]) -> dict[SiteId, Statement]:
         found = self.statements.get(int(str(order["round"])) - 1, {})
         return {site: found[site] for site in sorted(found)}
+
+    def save(self) -> None:
+        """Write the statements that have come to the file, before the round that they are of can count."""
+        if self._unsaved:
+            append_line(self.path, "\n".join(self._unsaved))
+            self._unsaved.clear()
 
     def take_terms(self, site: SiteId, reply: Mapping[str, object]) -> Failure | None:
         """Keep a site's statement on the terms; return why it does not count, if so.
@@ -185,8 +199,8 @@ class ServerCohort:
         """
         wrong = self._take(site, 0, reply, {"cluster": "", "weights": self.terms})
         again = reply.get(AGAIN)
-        if wrong is None and isinstance(again, dict):
-            former = self.statements.get(again.get("round", 0), {}).get(site)
+        if wrong is None and isinstance(again, dict) and type(again.get("round")) is int:
+            former = self.statements.get(again["round"], {}).get(site)
             if former is not None:
                 right = {part: former[part] for part in PARTS[:3]}
                 return self._take(site, again["round"], {FIELD: again}, right)
@@ -194,8 +208,8 @@ class ServerCohort:
 
     def take_reply(self, site: SiteId, answer: Answer, outbox: Outbox) -> Answer:
         """Keep the statement in a reply to an order, and return the reply; a `Failure` if the statement is wrong."""
-        order = outbox.fields[site]
-        if isinstance(answer, Failure) or order["purpose"] != "train" or site not in self.peers.keys:
+        order = outbox.fields.get(site, {})
+        if isinstance(answer, Failure) or order.get("purpose") != "train" or site not in self.peers.keys:
             return answer
         try:
             fields = answer.fields if isinstance(answer, messages.Message) else messages.decode_fields(answer)
@@ -221,13 +235,8 @@ class ServerCohort:
             return Failure("refused", str(refusal))
         if self.statements.setdefault(round, {}).get(site) != signed:
             self.statements[round][site] = signed
-            _append_row(self.path, {"round": round, "site": site, **signed})
+            self._unsaved.append(json.dumps({"round": round, "site": site, **signed}))
         return None
-
-
-def _append_row(path: Path, row: Mapping[str, object]) -> None:
-    torn = path.exists() and path.stat().st_size and path.read_bytes()[-1:] != b"\n"
-    append_durably(path, (("\n" if torn else "") + json.dumps(row) + "\n").encode())
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from polyclinic.core import EngineError, RecipeError, SiteId, StoreError
 from polyclinic.deploy.config import ServerConfig, is_loopback, parse_address
-from polyclinic.deploy.flower.client import SiteConnection
+from polyclinic.deploy.flower.client import MAX_MESSAGE_BYTES, SiteConnection
 from polyclinic.deploy.flower.server import FlowerEngine, SuperLink
 from polyclinic.deploy.provisioning.certificates import check_server_files, check_site_files, read_revoked_keys
 from polyclinic.deploy.provisioning.peer_list import read_peers
@@ -119,6 +119,8 @@ def serve_site(
     answer: Callable[[bytes], bytes],
     report: Callable[[str], None],
     is_idle: Callable[[], bool] = lambda: False,
+    largest_message: Callable[[], int] = lambda: MAX_MESSAGE_BYTES,
+    note_absence: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a site until SIGTERM or Ctrl-C.
 
@@ -127,6 +129,8 @@ def serve_site(
         answer: Turns a message into a reply (`SiteMessageHandler.answer_message`).
         report: Is called with a sentence whenever the state of the connection changes.
         is_idle: Whether the site takes part in no run at the moment.
+        largest_message: The most bytes of a message that the site takes now (`SiteMessageHandler.largest_message`).
+        note_absence: Is called when rounds may have passed without the site (`SiteMessageHandler.note_absence`).
     """
     for name in ("server", "key") if config.insecure else ("server", "key", "ca"):
         if not getattr(config, name):
@@ -164,6 +168,8 @@ def serve_site(
             report_state,
             is_idle,
             (config.federation, config.site),
+            largest_message,
+            note_absence,
         )
         with log_to_file(config.folder / "flower.log"), terminate_as_interrupt():
             try:

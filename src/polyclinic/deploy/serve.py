@@ -13,11 +13,14 @@ from typing import TypeAlias
 from polyclinic.config.identity import check_same_recipe
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import Failure, RecipeError, Refused, RoundFailed, SiteId, StoreError, __version__
+from polyclinic.data import DATASETS
 from polyclinic.deploy.cohort import ServerCohort, hash_terms
 from polyclinic.deploy.provisioning.peer_list import peer_keys
+from polyclinic.deploy.site.policy import unnamed_weights
 from polyclinic.federation.engines import Answer, Engine, RemoteExecution
 from polyclinic.federation.mailbox import DividedMessages, Outbox, message_parts
 from polyclinic.federation.rounds import Watch
+from polyclinic.runs.assemble import assemble, first_weights_digests, make_no_plan
 from polyclinic.runs.experiment import Experiment, run_tracked
 from polyclinic.runs.remote_sites import RemoteSites, SiteProfile, find_misfits
 from polyclinic.runs.result import RunResult, read_result
@@ -89,6 +92,9 @@ def check_servable(recipe: Recipe, sites: Sequence[SiteId], folder: Path) -> Non
         raise RecipeError(
             f"{recipe.algorithm.name} needs all sites' images in one place; it is a baseline for simulations only"
         )
+    for cluster, model in recipe.trained_models.items():
+        if model.starts_elsewhere and model.sha256 is None:
+            raise RecipeError(unnamed_weights(f"clusters.{cluster}.model" if cluster else "model"))
     for name in ("quorum", "cohort"):
         wanted = getattr(recipe, name)
         if wanted is not None and wanted > len(sites):
@@ -97,6 +103,19 @@ def check_servable(recipe: Recipe, sites: Sequence[SiteId], folder: Path) -> Non
     check_same_recipe(folder, recipe, served=True)
     if not RunFolder(folder).is_finished:
         RunFolder(folder).prepare()
+
+
+def hash_first_weights(recipe: Recipe, classes: tuple[str, ...], channels: int, data: Path | None) -> dict[str, str]:
+    """Return the SHA-256 of a recipe's given first weights, by cluster, before any site is there.
+
+    `classes`, `channels`: of the sites' images. `data`: the folder of the server's own public images and weights.
+    """
+    size = recipe.data.options.get("size") or DATASETS[recipe.data.name].options.model_fields["size"].default
+    counts = {"train": 1, "validation": 0, "test": 0, "groups": (1, 0), "unnamed": (0, 0, 0), "left_out": 0}
+    shape = {"version": __version__, "classes": classes, "channels": channels, "size": size, "fingerprint": ""}
+    sites = RemoteSites.from_profiles({"site": SiteProfile.model_validate({**counts, **shape})})
+    bare = recipe.model_copy(update={"privacy": None})
+    return first_weights_digests(assemble(bare, sites, make_no_plan, data, "site"))
 
 
 def recipe_for_sites(recipe: Recipe) -> str:
@@ -204,7 +223,8 @@ class Enrolment:
             return
         common, plan = next(iter(self.profiles.values())), {"noise": 0.0, "metrics_noise": None, "holders": 1}
         shape = {"classes": list(common.classes), "channels": common.channels, "size": common.size}
-        fields = {"purpose": "begin", "run": UNFIT, **shape, "plan": self.recipe.privacy and plan}
+        sites = [*self.profiles, site]
+        fields = {"purpose": "begin", "run": UNFIT, **shape, "sites": sites, "plan": self.recipe.privacy and plan}
         for _, answer in self._send_recipe(fields, [site]):
             if not isinstance(answer, Failure):
                 list(ask_sites(self.remote.engine, {"purpose": "end", "run": UNFIT}, [site], self.remote.deadline))
@@ -262,6 +282,7 @@ def _begin_fields(experiment: Experiment) -> dict[str, object]:
         "classes": list(dataset.classes),
         "channels": dataset.channels,
         "size": dataset.size,
+        "sites": list(dataset.sites),
         "plan": plan
         and {
             "noise": plan.noise,
@@ -306,9 +327,13 @@ class AnnouncedEngine:
         if self.cohort is None or not isinstance(sent, Outbox):
             yield from self.engine.exchange(round, ready, deadline)
             return
+        self.cohort.save()
         self.cohort.show_statements(sent)
-        for site, reply in self.engine.exchange(round, ready, deadline):
-            yield site, self.cohort.take_reply(site, reply, sent)
+        try:
+            for site, reply in self.engine.exchange(round, ready, deadline):
+                yield site, self.cohort.take_reply(site, reply, sent)
+        finally:
+            self.cohort.save()
 
     def _look_for_other_peers(self) -> None:
         """If the list of sites has changed, announce the run again with the new one: keys may have been rotated."""

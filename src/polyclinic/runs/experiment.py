@@ -35,7 +35,14 @@ from polyclinic.privacy.shared_ledger import SharedLedger
 from polyclinic.reporting.privacy_statement import write_privacy_page
 from polyclinic.reporting.remarks import collect_warnings
 from polyclinic.reporting.report import write_forgetting_chart
-from polyclinic.runs.assemble import RunSetup, assemble, price_plan, round_options
+from polyclinic.runs.assemble import (
+    RunSetup,
+    assemble,
+    check_given_weights,
+    first_weights_digests,
+    price_plan,
+    round_options,
+)
 from polyclinic.runs.engines.choice import (
     REASON_REMOTE,
     REASON_REQUESTED,
@@ -95,6 +102,8 @@ class Experiment:
         recipe = with_absolute_paths(recipe)
         self.recipe, self.folder, self.data, self.watch, self.remote = recipe, folder, data, watch, remote
         self.setup = assemble(recipe, dataset or load_sites(recipe, data), self._make_plan, data)
+        if any(model.sha256 for model in recipe.trained_models.values()):
+            check_given_weights(recipe, first_weights_digests(self.setup))
         self.server_trainer = self._make_server_trainer()
 
     def _make_server_trainer(self) -> ServerTrainer | None:

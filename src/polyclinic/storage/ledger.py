@@ -72,7 +72,9 @@ def read_chain(path: Path) -> tuple[int, str]:
 
     Writes nothing, so that another process may go on with the ledger.
     """
-    chain, lines = "", path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    chain = ""
+    with explain_os_errors(path, "read"):
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     for number, line in enumerate(lines, start=1):
         link = _valid_link(chain, line)
         if link is None:

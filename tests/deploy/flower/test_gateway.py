@@ -351,7 +351,7 @@ def test_a_site_that_vanishes_leaves_nothing_behind_in_the_server(kits: Path, tm
 def test_a_message_that_is_larger_than_a_site_takes_is_refused_there(kits: Path, tmp_path: Path) -> None:
     with open_server(server(kits, tmp_path)) as reception, connecting(kits, reception, "hill", tmp_path) as site:
         told: list[str] = []
-        site.report, site.most_bytes = told.append, lambda: 1 << 20
+        site.report, site.largest_message = told.append, lambda: 1 << 20
         site._activate_node()
         found: dict[SiteId, Any] = {}
         asking = threading.Thread(

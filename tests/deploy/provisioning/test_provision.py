@@ -8,6 +8,7 @@ import os
 import ssl
 import stat
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -202,12 +203,13 @@ def test_the_server_gets_a_new_certificate_and_sites_need_nothing(kits: Path) ->
 def test_without_the_authoritys_key_nothing_is_changed(kits: Path) -> None:
     (kits / "ca" / "ca.key").unlink()
     before = tree(kits)
-    for change in (
+    changes: list[Callable[[], None]] = [
         lambda: rotate_server(kits),
         lambda: rotate_site(kits, "hill"),
         lambda: revoke_site(kits, "hill"),
         lambda: add_site(kits, "lake"),
-    ):
+    ]
+    for change in changes:
         with pytest.raises(EngineError, match="put it back"):
             change()
     assert {name: data for name, data in tree(kits).items() if name != ".lock"} == before

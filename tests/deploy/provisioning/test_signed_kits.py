@@ -141,13 +141,14 @@ def test_without_hashes_nothing_is_installed_unless_told(kits: Path) -> None:
 
 
 def test_kits_are_signed_again_after_every_change(kits: Path) -> None:
-    for change in (
+    changes: list[Callable[[], None]] = [
         lambda: rotate_site(kits, "hill"),
         lambda: rotate_server(kits),
         lambda: add_site(kits, "lake"),
         lambda: revoke_site(kits, "harbour"),
         lambda: rotate_all(kits),
-    ):
+    ]
+    for change in changes:
         change()
         assert inspect_kits(kits).problems == ()
     for name in ("hill", "lake"):

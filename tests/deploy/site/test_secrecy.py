@@ -15,7 +15,7 @@ from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.runs.experiment import Experiment
 from polyclinic.runs.final_evaluation import expected_sites, read_answer
 from tests.data.test_secrecy import FAILURES, NAME, SITES, Rows, hits, recipe, rows as rows, told_in, write_table
-from tests.deploy.example_sites import EVERYTHING, Crossing, asked, beginning, loop, said
+from tests.deploy.example_sites import EVERYTHING, ApprovingHandler, Crossing, asked, beginning, loop, said
 
 TABLE = "hospital/labels.csv"
 COUNTED = re.compile(r"\d+ (listed )?files? ")
@@ -24,7 +24,7 @@ COUNTED = re.compile(r"\d+ (listed )?files? ")
 
 def desk_of(site: str, home: Path) -> SiteMessageHandler:
     values = {"federation": "north-sea", "site": site, "allow": EVERYTHING, "folder": home / "state" / site}
-    return SiteMessageHandler(SiteConfig.model_validate({**values, "data": {TABLE: home / TABLE}}))
+    return ApprovingHandler(SiteConfig.model_validate({**values, "data": {TABLE: home / TABLE}}))
 
 
 @pytest.mark.parametrize("settings", [{}, {"algorithm": "fedmp", "training__curriculum__by": "forgotten"}])

@@ -33,6 +33,8 @@ from polyclinic.storage.files import write_json
 
 MAX_MESSAGE_BYTES = 4 << 30
 """Of a message to a site, unless the site knows better."""
+MAX_ANSWER_BYTES = 1 << 20
+"""Of an answer that is no message."""
 READ_SECONDS = 60.0
 """How long a transfer may pause."""
 HEARTBEAT_SECONDS = HEARTBEAT_MIN_INTERVAL
@@ -66,7 +68,8 @@ class SiteConnection:
         report: Is called with a sentence whenever the state of the connection changes.
         is_idle: Whether the site takes part in no run at the moment.
         names: The names of federation and site in site.yaml, which the server compares with the owner of the key.
-        most_bytes: The largest message that the site takes at the moment.
+        largest_message: The most bytes of a message that the site takes at the moment.
+        note_absence: Is called whenever the connection was interrupted, or a reply came too late.
     """
 
     def __init__(
@@ -79,14 +82,15 @@ class SiteConnection:
         report: Callable[[str], None] = lambda _: None,
         is_idle: Callable[[], bool] = lambda: False,
         names: tuple[str, str] | None = None,
-        most_bytes: Callable[[], int] = lambda: MAX_MESSAGE_BYTES,
+        largest_message: Callable[[], int] = lambda: MAX_MESSAGE_BYTES,
+        note_absence: Callable[[], None] = lambda: None,
     ) -> None:
-        self.most_bytes = most_bytes
+        self.largest_message, self.note_absence = largest_message, note_absence
         self.server, self.folder, self.report, self.is_idle = server, folder, report, is_idle
         self.stop = threading.Event()
         private = read_private_key(key)
         public = private.public_key()
-        self.client = FleetHttpClient.from_server_address(
+        self.client = _BoundedClient.from_server_address(
             server,
             authority is None,
             None if authority is None else authority.read_bytes(),
@@ -107,6 +111,7 @@ class SiteConnection:
                         while not self.stop.is_set():
                             self._answer_next_message()
                 except Disconnected as reason:
+                    self.note_absence()
                     is_over = was_connected and self.is_idle()
                     sentence = f"{self.server} has closed; waiting for the next run" if is_over else str(reason)
                     if sentence != reported:
@@ -168,13 +173,16 @@ class SiteConnection:
             if response.status_code == httpx.codes.NO_CONTENT:
                 return None
             name, size = response.headers[MESSAGE_NAME], int(response.headers["content-length"])
-            if size > self.most_bytes():
+            if size > self.largest_message():
                 return name, None
             return name, b"".join(response.iter_raw(PIECE_BYTES))
 
     def _push_reply(self, name: str, reply: bytes) -> None:
-        with self._send_request(REPLY, _Pieces(reply), len(reply), {MESSAGE_NAME: name}, (httpx.codes.GONE,)):
-            pass  # a reply for which nobody waits any more is as good as sent
+        with self._send_request(
+            REPLY, _Pieces(reply), len(reply), {MESSAGE_NAME: name}, (httpx.codes.GONE,)
+        ) as response:
+            if response.status_code == httpx.codes.GONE:  # nobody waits for it any more: the run went on without it
+                self.note_absence()
 
     @contextmanager
     def _send_request(
@@ -185,11 +193,10 @@ class SiteConnection:
         address, headers = f"{self.client._base_url}{path}", {**headers, "content-length": str(size)}
         request = http.build_request("POST", address, content=content, headers=headers, timeout=READ_SECONDS)
         response = self.client._send(ProtobufRequestContext(path, None, request), stream=True)
-        request.extensions["timeout"]["read"] = READ_SECONDS  # Flower waits for streams without a limit
         try:
             if response.status_code not in also:
                 response.raise_for_status()
-            if response.status_code != httpx.codes.OK:
+            if response.status_code == httpx.codes.NO_CONTENT:
                 response.read()  # to its end, so that the connection can be used again
             yield response
         finally:
@@ -197,7 +204,7 @@ class SiteConnection:
 
     def _refuse_size(self) -> bytes:
         """The reply to a message that is larger than this site takes."""
-        most = self.most_bytes() / 1e6
+        most = self.largest_message() / 1e6
         why = f"a message of more than {most:.0f} MB, the most that this site takes now"
         self.report(f"refused: {why}")
         return messages.encode({"run": "", "failure": "refused", "why": why}, {})
@@ -215,6 +222,28 @@ class SiteConnection:
             raise Disconnected(
                 f"a message was lost on the way ({type(error).__name__}); the server will send it again"
             ) from None
+
+
+class _BoundedClient(FleetHttpClient):
+    """Flower's client, which takes no answer of any size and does not wait for ever."""
+
+    def _send(self, context: ProtobufRequestContext, *, stream: bool = False) -> httpx.Response:
+        response: httpx.Response = super()._send(context, stream=True)
+        context.request.extensions["timeout"]["read"] = READ_SECONDS
+        if stream or response.is_error:  # Flower bounds errors itself
+            return response
+        content = bytearray()
+        try:
+            for piece in response.iter_raw(PIECE_BYTES):
+                content += piece
+                if len(content) > MAX_ANSWER_BYTES:
+                    raise httpx.RemoteProtocolError("an answer that is too large", request=context.request)
+        finally:
+            response.close()
+        extensions = response.extensions
+        return httpx.Response(
+            response.status_code, content=bytes(content), request=context.request, extensions=extensions
+        )
 
 
 class _Pieces:

@@ -166,9 +166,15 @@ class ConnectionLimits:
         loop, timeout = asyncio.get_running_loop(), None if tls is None else UNSIGNED_SECONDS
         try:
             await loop.connect_accepted_socket(
-                lambda: make_protocol(connection), connection.socket, ssl=tls, ssl_handshake_timeout=timeout
+                lambda: make_protocol(connection),
+                connection.socket,
+                ssl=tls,
+                ssl_handshake_timeout=timeout,
+                ssl_shutdown_timeout=timeout,
             )
         except (OSError, TimeoutError):  # ssl.SSLError is an OSError
+            if connection in self.connections:
+                self.refuse(connection, "a TLS handshake that failed")
             self.discard(connection)
 
     async def _close_old_forever(self) -> None:

@@ -47,6 +47,10 @@ PIECE_BYTES = 1 << 18
 """Messages are sent, and replies are stored, in pieces of about this size."""
 QUIET_SECONDS, MIN_BYTES_PER_SECOND = 60.0, 4096
 """A body may take QUIET_SECONDS, and longer only if this many bytes pass in a second on average."""
+STRANGER_SECONDS = 0.5
+"""How long the answer to a refused request without a signature takes, so that a connection cannot ask often."""
+SITE_REQUESTS_PER_SECOND, BURST_SECONDS = 50.0, 2.0
+"""Of one site on average, and for how long more of them may come at once; those beyond wait."""
 HOLD_SECONDS = 10.0
 """How long a request for work is held open while there is none, so that no site needs to ask often."""
 TOO_LARGE: Refusal = 413, "a request that is too large", "a request is larger than the server takes"
@@ -84,6 +88,10 @@ class Gateway:
         self.hold = HOLD_SECONDS
         self._held: dict[SiteId, asyncio.Future[bool]] = {}
         """The request for work of each site that is held open."""
+        self._notified: set[SiteId] = set()
+        """Sites whose next request is not held, since there may have come something between two requests."""
+        self._free_at: dict[SiteId, float] = {}
+        """When each site's requests so far would be over, if they came evenly."""
         self._loop: asyncio.AbstractEventLoop | None = None
         messages.announce = self.notify_site
 
@@ -96,6 +104,8 @@ class Gateway:
         held = self._held.pop(site, None)
         if held is not None and not held.done():
             held.set_result(there_may_be_work)
+        elif there_may_be_work:
+            self._notified.add(site)
 
     def release_waiters(self) -> None:
         """Release all held requests and hold none from now on. May be called from any thread."""
@@ -115,12 +125,14 @@ class Gateway:
         site = self.keys.get(_read_key(request), "")
         if (refusal := self._find_stranger_problem(request, site)) is not None:
             status, note, sentence = refusal
+            await asyncio.sleep(STRANGER_SECONDS)
             await self._refuse(request, send, "", (status, f"{note}, from {connection.address}", sentence))
             return
         self.limits.mark_signed(connection, site)
         self.last_seen[site] = time.time()
         connection.requests += 1
         try:
+            await asyncio.sleep(self._excess_seconds(site))
             if (refusal := self._find_caller_problem(request, site)) is not None:
                 await self._refuse(request, send, site, refusal)
             else:
@@ -133,6 +145,12 @@ class Gateway:
         finally:
             connection.requests -= 1
             connection.since = time.monotonic()
+
+    def _excess_seconds(self, site: SiteId) -> float:
+        """How long this request of a site has to wait, because the site makes more than it may."""
+        now = time.monotonic()
+        self._free_at[site] = max(now, self._free_at.get(site, 0.0)) + 1 / SITE_REQUESTS_PER_SECOND
+        return max(0.0, self._free_at[site] - now - BURST_SECONDS)
 
     async def _answer_site(self, request: Request, send: Send, site: SiteId) -> None:
         """Answer a request whose signature has been verified."""
@@ -179,6 +197,9 @@ class Gateway:
     async def _hold_request(self, site: SiteId) -> bool:
         """Wait until there may be a message for the site. False: a later request of the site has taken its place."""
         self._release_site(site, there_may_be_work=False)
+        if site in self._notified:
+            self._notified.discard(site)
+            return True
         held: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._held[site] = held
         with suppress(TimeoutError):
@@ -196,6 +217,8 @@ class Gateway:
         complete = False
         try:
             complete = await _store_body(request, upload)
+        except TimeoutError:  # which is an OSError, too
+            raise
         except OSError as error:
             self.refused(site, f"a reply that cannot be stored here ({error.strerror})")
             await Response(status_code=507)(request.scope, request.receive, send)
@@ -319,6 +342,7 @@ async def _store_body(request: Request, upload: ReplyUpload) -> bool:
             await asyncio.to_thread(upload.write, bytes(held))
             held.clear()
     upload.write(bytes(held))
+    upload.flush()  # a full disk has to be noticed here
     return True
 
 

@@ -53,6 +53,9 @@ class ReplyUpload:
         self._file.write(data)
         self.size += len(data)
 
+    def flush(self) -> None:
+        self._file.flush()
+
     def read(self) -> bytes:
         """Return the whole reply, and delete the file."""
         with self._file as file:

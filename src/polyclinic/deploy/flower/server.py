@@ -306,7 +306,7 @@ class _SiteProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         self.limits.refuse(self.connection, "no HTTP")
-        super().send_400_response(msg)
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

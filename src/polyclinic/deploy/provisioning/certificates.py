@@ -193,6 +193,10 @@ def _read_bytes(path: Path) -> bytes:
 def check_site_files(ca: Path, key: Path, now: datetime | None = None) -> None:
     """Raise `EngineError` if a site's certificate of the authority or its key cannot be used."""
     check_authority(ca, read_certificate(ca), now or current_time())
+    if not key.exists():
+        raise EngineError(
+            f"{key} is not there yet; make it by `sh start.sh key`, and send the request to the coordinator"
+        )
     read_private_key(key)
     if not key.read_bytes().startswith(OPENSSH):
         raise EngineError(f"{key} is not in OpenSSH's form, the only one that Flower reads; {NEW}")

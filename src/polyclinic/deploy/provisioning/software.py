@@ -21,7 +21,6 @@ from importlib.metadata import PackageNotFoundError, distribution, distributions
 from pathlib import Path
 from typing import Any
 
-import polyclinic
 from polyclinic.config.bundled import recipes_folder
 from polyclinic.core import EngineError, RecipeError, __version__
 from polyclinic.storage.files import explain_os_errors
@@ -103,7 +102,7 @@ def build_wheel() -> Wheel:
 
 
 def _package_files() -> Iterator[tuple[str, bytes]]:
-    package, recipes = Path(polyclinic.__file__).parent, recipes_folder()
+    package, recipes = Path(__file__).parents[2], recipes_folder()
     for folder, prefix in ((package, ""), *([(recipes, "recipes/")] if recipes.parent != package else [])):
         for path in sorted(folder.rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc":

@@ -87,7 +87,9 @@ class SiteConfig(BaseModel):
 
 def config_warnings(config: SiteConfig) -> Iterator[str]:
     """Settings that are probably mistakes but harmless: an unknown kind never leaves, missing images are not found."""
-    kinds = {METRICS, PREDICTIONS, *(exchange.kind for made in ALGORITHMS.values() for exchange in made().exchanges())}
+    kinds = {METRICS, PREDICTIONS}
+    for algorithm in ALGORITHMS.values():
+        kinds |= {*(exchange.kind for exchange in algorithm().exchanges()), *algorithm.scalars}
     for kind in config.allow.kinds:
         if kind not in kinds:
             yield (

@@ -21,6 +21,7 @@ from polyclinic.storage import messages
 
 MAX_RECIPE_LENGTH, MAX_DEPTH = 1 << 16, 24
 """The most characters of a recipe, and how deep its keys may be nested."""
+MOST_SITES = 10_000
 RUN = re.compile(r"[0-9A-Za-z_-]{1,64}")
 """A run's identifier becomes the name of a folder."""
 
@@ -85,7 +86,12 @@ def read_terms(fields: Mapping[str, object], site: SiteId) -> RunTerms:
     plan = fields.get("plan")
     if (plan is None) != (recipe.privacy is None):
         raise Refused("privacy", "a privacy plan and a recipe with `privacy` come together, or neither does")
-    terms = RunTerms(read_run_id(fields), recipe, tuple(classes), channels, size)
+    sites = fields.get("sites")
+    if not isinstance(sites, list) or not all(isinstance(name, str) and 0 < len(name) <= 200 for name in sites):
+        raise Refused("json", "sites are not a list of names")
+    if len(sites) > MOST_SITES:
+        raise Refused("json", f"{len(sites)} sites are named, where {MOST_SITES} may be")
+    terms = RunTerms(read_run_id(fields), recipe, tuple(classes), channels, size, tuple(sites))
     if plan is None:
         return terms
     if not isinstance(plan, dict):
@@ -108,15 +114,19 @@ def check_round_fields(fields: Mapping[str, object], recipe: Recipe, site: SiteI
     if missing := ORDER - fields.keys():
         raise Refused("json", f"the message to {site} lacks {', '.join(sorted(missing))}")
     _read_int(fields, "rounds", recipe.rounds, recipe.rounds)
-    _read_int(fields, "round", 1, recipe.rounds + (fields["purpose"] == "evaluate"))
+    round = _read_int(fields, "round", 1, recipe.rounds + (fields["purpose"] == "evaluate"))
     _read_int(fields, "seed", recipe.seed, recipe.seed)
     _read_int(fields, "oldest_snapshot", 0, 1 << 53)
     _read_number(fields, "lr")
+    _read_int(fields, "memory_round", 0, recipe.rounds)
     parts = fields["parts"]
     if not isinstance(parts, list) or not all(part in PARTS for part in parts) or len(set(parts)) < len(parts):
         raise Refused("json", "parts are not among train, validation and test, each once")
     if fields["purpose"] == "train" and not set(parts) <= {"validation"}:
         raise Refused("json", "rounds report on validation images only")
+    every = recipe.evaluate.every
+    if fields["purpose"] == "train" and parts and (not every or (round - 1) % every):
+        raise Refused("json", f"the recipe has no metrics in round {round} (evaluate.every: {every})")
 
 
 def _read_text(fields: Mapping[str, object], name: str, most: int) -> str:

@@ -6,7 +6,6 @@ or data of a patient. `policy.py` decides what may leave.
 """
 
 import contextlib
-import hashlib
 import logging
 import shutil
 import traceback
@@ -17,7 +16,14 @@ from typing import Any
 from polyclinic.algorithms.base import Algorithm
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import DataError, PolyclinicError, Refused, StoreError, __version__, failpoint
-from polyclinic.deploy.cohort import FIELD, FIELDS, SiteCohort, hash_shared_kinds, hash_terms
+from polyclinic.deploy.cohort import (
+    FIELD,
+    FIELDS,
+    SiteCohort,
+    Statement,
+    hash_shared_kinds,
+    hash_terms,
+)
 from polyclinic.deploy.site.config import SiteConfig, with_remedy
 from polyclinic.deploy.site.images import build_site_profile, load_own_site
 from polyclinic.deploy.site.keys import SiteKeys, erase_run_key
@@ -28,9 +34,10 @@ from polyclinic.deploy.site.message_checks import (
     read_run_id,
     read_terms,
 )
+from polyclinic.deploy.site.orders import Order, OrderBook, RunHistory, RunRules
 from polyclinic.deploy.site.participation import Participation, ReleasePreview, RunTerms
 from polyclinic.deploy.site.peers import load_peers
-from polyclinic.deploy.site.policy import check_recipe, recipe_digest
+from polyclinic.deploy.site.policy import check_approved, check_recipe, read_approvals, recipe_digest
 from polyclinic.deploy.site.release_log import FAILED, LOG, REFUSED, ReleaseLog, RotatingLog, timestamp
 from polyclinic.deploy.site.scores import KeptScores, describe_scores, keep_scores
 from polyclinic.runs.sites import FederatedDataset
@@ -42,6 +49,8 @@ CARD = "card"
 """The kind of a site's description of its images. No policy withholds it: without it there is no run."""
 MOST_RUNS = 8
 """The most runs whose data a site keeps, so that a server that never ends one cannot fill the disk."""
+MAX_MESSAGE, MAX_IDLE_MESSAGE = 4 << 30, 16 << 20
+"""Bytes of a message from the server: at most, and while there is no run."""
 DIGEST = 64
 log = logging.getLogger(__name__)
 
@@ -60,6 +69,9 @@ class SiteMessageHandler:
         """The other sites' keys and this site's own; None without the files of a kit, as in a rehearsal."""
         self.releases = ReleaseLog(config.folder)
         self.site_log = RotatingLog(config.folder / LOG)
+        self.history = RunHistory(config.folder)
+        self._attended: set[str] = set()
+        """The runs, and recipes enrolled for, since whose last message the site has been connected all the time."""
         self._open: Participation | None = None
         self._images: tuple[str, tuple[str, ...] | None, FederatedDataset] | None = None
         make_folder(config.folder, 0o700)
@@ -86,15 +98,28 @@ class SiteMessageHandler:
                 run, "error", f"{self.site} met a mistake in its own program; its log has the details"
             )
 
+    def largest_message(self) -> int:
+        """The most bytes of a message that this site takes now: few without a run, during one what its recipe needs.
+
+        After a restart it is not known which run goes on, so the first message may have MAX_MESSAGE bytes."""
+        if self._open is not None:
+            return self._open.largest_message
+        return MAX_MESSAGE if any(self.config.folder.glob("runs/*/begin.pcl")) else MAX_IDLE_MESSAGE
+
+    def note_absence(self) -> None:
+        """Remember that rounds may have passed without this site: it was not connected, or slower than others."""
+        self._attended.clear()
+
     def preview_releases(self, recipe: Recipe) -> list[ReleasePreview]:
-        """List what would leave this site if the recipe ran, kind by kind; raises what a run would raise."""
-        check_recipe(recipe, self.site, self.config.allow, self.config.budget)
+        """List what would leave this site if the recipe were approved and ran; raises what a run would raise."""
+        check_recipe(recipe, self.site, self.config.allow, self.config.budget, approved=None)
         return self._rehearse_run(recipe, self._load_images(recipe)).preview_releases()
 
     def _rehearse_run(self, recipe: Recipe, own: FederatedDataset) -> Participation:
         """Take part in a run of this site alone, without training; raises `Refused` if the budget cannot pay for it."""
         terms = RunTerms("preview", recipe, own.classes, own.channels, own.size)
         part = Participation(self.config, terms, own, RamMemory(), lambda: 0)  # which draws no noise
+        part.check_terms()
         if part.account is not None:
             part.account.check_whole_run()
         return part
@@ -127,6 +152,8 @@ class SiteMessageHandler:
             least_sites=self.config.allow.least_sites,
         )
         self.releases.record_release(reply, {CARD: len(reply)}, run="", round=0, purpose="enrol", epsilon=None)
+        self.history.record_enrolment(recipe_digest(recipe))
+        self._attended.add(recipe_digest(recipe))
         self._write_log(f"enrolled for the recipe {recipe.name!r:.100} ({recipe.algorithm.name})")
         return reply
 
@@ -138,7 +165,10 @@ class SiteMessageHandler:
         kept = self._run_folder(terms.run) / "begin.pcl"
         if kept.exists() and self._load_terms(terms.run).digest != terms.digest:
             raise Refused("run", f"{self.site} has begun the run {terms.run} under other terms; end it first")
+        if not kept.exists():
+            self.history.check_begin(self.site, self.config.allow)
         part = self._join_run(terms)
+        part.check_terms()
         if part.account is not None:
             part.account.check_whole_run()
         if not kept.exists():
@@ -149,34 +179,45 @@ class SiteMessageHandler:
             write_atomically(kept.with_name("images"), self.keys.mark_images(part.setup.dataset.fingerprint).encode())
             if terms.recipe.privacy is not None:
                 self.keys.begin_run(kept.parent, terms.digest)
+            self.history.record_begin()
             write_atomically(kept, data)
             failpoint("run-begun")
+            if terms.recipe_digest in self._attended or not self.history.has_enrolled(terms.recipe_digest):
+                self._attended.add(terms.run)  # else rounds may have passed since it enrolled
             self._write_log(f"began run {terms.run}: {terms.recipe.name!r:.100} ({terms.recipe.algorithm.name})")
         cohort = self._cohort(terms.run)
         signed = {} if cohort is None else cohort.sign_terms(hash_terms(message.fields))
         return self._encode_reply(terms.run, ready=True, **signed)
 
-    def _handle_round(self, message: messages.Message, data: bytes) -> bytes:
-        """Train for a round, or predict. A repeated message gets the same bytes again, and costs nothing."""
+    def _handle_round(self, message: messages.Message, _: bytes) -> bytes:
+        """Train for a round, or predict. The last order again gets the same bytes again, and costs nothing."""
         fields, run = message.fields, read_run_id(message.fields)
         part = self._open_participation(run)
+        check_approved(part.terms.recipe_digest, self.site, self._approved_recipes())
         check_round_fields(fields, part.recipe, self.site)
-        purpose, round = str(fields["purpose"]), int(fields["round"])
-        kept, asked = self._run_folder(run) / f"last-{purpose}", hashlib.sha256(data).hexdigest()
-        former = _cached_reply(kept, asked)
+        purpose, order = str(fields["purpose"]), Order.from_message(message)
+        kept, book = self._run_folder(run) / f"last-{purpose}", self._open_book(part)
+        book.check(order, was_away=run not in self._attended)
+        former, cohort = _cached_reply(kept, order.digest), self._check_cohort(run, order.round, fields)
         if former is None:
-            cohort = self._check_cohort(run, round, fields)
+            part.check_order(message)
             answer = part.train(message) if purpose == "train" else self._evaluate(part, message)
-            if cohort is not None and purpose == "train":
-                answer = _sign_reply(answer, cohort, message, part.setup.algorithm)
         else:
             answer = messages.decode(former)
         kinds = part.check_reply(answer)
+        if cohort is not None and purpose == "train":
+            signed = _sign_order(cohort, message, part.setup.algorithm)
+            if answer.fields.get(FIELD) != signed:  # the order was repeated with statements of other sites
+                answer, former = messages.Message({**answer.fields, FIELD: signed}, answer.tensors), None
         reply = former or messages.encode(answer.fields, answer.tensors)
-        spent = part.account.epsilon_spent() if part.account is not None and purpose == "train" else None
-        self.releases.record_release(reply, kinds, run=run, round=round, purpose=purpose, epsilon=spent)
         if former is None:
-            write_atomically(kept, asked.encode() + reply)
+            book.record(order)
+            failpoint("order-recorded")
+        self._attended.add(run)
+        spent = part.account.epsilon_spent() if part.account is not None and purpose == "train" else None
+        self.releases.record_release(reply, kinds, run=run, round=order.round, purpose=purpose, epsilon=spent)
+        if former is None:
+            write_atomically(kept, order.digest.encode() + reply)
         return reply
 
     def _evaluate(self, part: Participation, message: messages.Message) -> messages.Message:
@@ -197,6 +238,12 @@ class SiteMessageHandler:
         self._write_log(describe_scores(kept))
         fields = {"run": run, "round": message.fields["round"], "site": self.site, **found.answer}
         return messages.Message(fields, found.tensors)
+
+    def _open_book(self, part: Participation) -> OrderBook:
+        run, allow = part.terms.run, self.config.allow
+        return OrderBook(
+            self._run_folder(run), RunRules.from_recipe(part.recipe, allow, self.site, run, part.takes_part)
+        )
 
     def _take_peers(self, fields: Mapping[str, object]) -> None:
         """Take a newer list of sites from the server, if it is the authority's."""
@@ -233,8 +280,11 @@ class SiteMessageHandler:
 
     def _read_allowed_recipe(self, fields: Mapping[str, object]) -> Recipe:
         recipe = read_recipe(fields, self.site)
-        check_recipe(recipe, self.site, self.config.allow, self.config.budget)
+        check_recipe(recipe, self.site, self.config.allow, self.config.budget, self._approved_recipes())
         return recipe
+
+    def _approved_recipes(self) -> set[str]:
+        return {approval.digest for approval in read_approvals(self.config.folder)}
 
     def _open_participation(self, run: str) -> Participation:
         """The participation in a run: from memory, or restored from its stored terms."""
@@ -260,7 +310,8 @@ class SiteMessageHandler:
             raise StoreError(
                 f"{path} cannot be read ({error}); remove its folder and have the run begun anew"
             ) from None
-        check_recipe(terms.recipe, self.site, self.config.allow, self.config.budget)  # the policy may have changed
+        allow, approved = self.config.allow, self._approved_recipes()  # which may have changed
+        check_recipe(terms.recipe, self.site, allow, self.config.budget, approved)
         return terms
 
     def _join_run(self, terms: RunTerms) -> Participation:
@@ -341,13 +392,10 @@ class SiteMessageHandler:
             self.site_log.append_line("\n".join(filter(None, (f"{timestamp()} {sentence}", details))))
 
 
-def _sign_reply(
-    answer: messages.Message, cohort: SiteCohort, order: messages.Message, algorithm: Algorithm
-) -> messages.Message:
-    """Add to a reply this site's statement on what it received."""
+def _sign_order(cohort: SiteCohort, order: messages.Message, algorithm: Algorithm) -> Statement:
+    """Return this site's statement on what it received."""
     weights, cluster = hash_shared_kinds(algorithm, order.tensors), algorithm.cluster_from_broadcast(order.tensors)
-    signed = cohort.sign_round(int(order.fields["round"]), cluster, weights, order.fields.get(FIELDS, {}))
-    return messages.Message({**answer.fields, FIELD: signed}, answer.tensors)
+    return cohort.sign_round(int(order.fields["round"]), cluster, weights, order.fields.get(FIELDS, {}))
 
 
 def _cached_reply(kept: Path, asked: str) -> bytes | None:

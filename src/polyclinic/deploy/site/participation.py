@@ -15,32 +15,40 @@ from functools import cached_property
 
 import torch
 
-from polyclinic.algorithms.base import WEIGHT_KINDS, Algorithm
-from polyclinic.algorithms.baselines.local import Local
-from polyclinic.algorithms.baselines.one_shot import OneShot
-from polyclinic.algorithms.wrappers.base import Wrapper
-from polyclinic.algorithms.wrappers.clustered import Clustered
+from polyclinic.algorithms.base import WEIGHT_KINDS, Algorithm, classifier_weights
+from polyclinic.algorithms.baselines.cross_site import CrossSite
+from polyclinic.algorithms.wrappers.clustered import CLUSTER_MARKER, Clustered
+from polyclinic.algorithms.wrappers.ensemble import ENSEMBLE
 from polyclinic.config.identity import predicted_parts
 from polyclinic.config.recipe import Recipe
-from polyclinic.core import Bundle, EngineError, Refused, Stream
+from polyclinic.core import STUDENT, Bundle, EngineError, Fit, Refused, SiteId, Stream, Work
 from polyclinic.data.patients import max_images_per_patient
 from polyclinic.deploy.site.config import SiteConfig
+from polyclinic.deploy.site.orders import check_first_weights, check_learning_rate, check_tensors
 from polyclinic.deploy.site.policy import (
     METRICS,
     PREDICTIONS,
+    check_images,
     check_kinds,
+    check_predicted,
     check_predictions,
+    check_scalars,
     check_sent_kinds,
+    check_sites,
     image_report_kinds,
+    images_of_job,
+    recipe_digest,
 )
 from polyclinic.deploy.site.privacy_account import PrivacyAccount
 from polyclinic.deploy.site.scores import HomeEvaluation, answer_evaluation, noised_scores
 from polyclinic.evaluation.site_scores import FinalScores
 from polyclinic.federation.engines.local import keep_freed_memory
+from polyclinic.federation.job_loop import JobLoop
+from polyclinic.federation.rounds import draw_cohort
 from polyclinic.federation.site_runner import SiteRunner, drive_jobs
 from polyclinic.federation.update_check import split_predictions
 from polyclinic.privacy.plan import PrivacyPlan
-from polyclinic.runs.assemble import RunSetup, assemble, round_options
+from polyclinic.runs.assemble import RunSetup, assemble, initial_states, inner_algorithm, round_options
 from polyclinic.runs.final_evaluation import SCORES, rounded_bytes
 from polyclinic.runs.networks import device_of, recipe_for_site
 from polyclinic.runs.privacy_plan import bind_plan, noise_secret
@@ -48,7 +56,6 @@ from polyclinic.runs.privacy_record import list_releases
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.storage import messages
 from polyclinic.storage.site_memory import SiteMemory
-from polyclinic.training.network import normalisation_names
 
 FIELD_KINDS = {"report": METRICS, SCORES: METRICS, "scalars": "scalars"}
 """The kinds of data in a reply's fields. Scalars are numbers that an algorithm needs, such as its number of steps."""
@@ -63,6 +70,8 @@ class RunTerms:
     classes: tuple[str, ...]
     channels: int
     size: int
+    sites: tuple[SiteId, ...] = ()
+    """All sites of the run, in the server's order; () in a preview."""
     noise: float | None = None
     """This site's noise in the server's privacy plan; None without a plan, or in a preview: the site computes it."""
     metrics_noise: float = math.inf
@@ -72,11 +81,17 @@ class RunTerms:
     def digest(self) -> str:
         """A hash of all terms."""
         metrics_noise = None if math.isinf(self.metrics_noise) else self.metrics_noise
-        values = self.run, self.recipe.to_yaml(), self.classes, self.channels, self.size, self.noise, metrics_noise
+        shape = self.classes, self.channels, self.size
+        values = self.run, self.recipe.to_yaml(), *shape, self.sites, self.noise, metrics_noise
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+    @cached_property
+    def recipe_digest(self) -> str:
+        return recipe_digest(self.recipe)
 
 
 WITHHELD = "requested, but not allowed"
+MESSAGE_ALLOWANCE = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -161,21 +176,87 @@ class Participation:
             self.config.folder, self.site, run, self.setup.plan, self.config.budget, self.recipe.cohort is not None
         )
 
+    def check_terms(self) -> None:
+        """Raise `Refused` if the run has too few sites, or too few images stand behind this site's updates."""
+        site, allow = self.site, self.config.allow
+        if self.terms.sites:
+            check_sites(self.terms.sites, site, allow)
+        training, held = self.recipe.training, len(self.setup.sites[site].train)
+        check_images(images_of_job(training, held), site, allow, held)
+
+    def takes_part(self, round: int) -> bool:
+        """Whether the recipe's public draw has this site in a round."""
+        return self.site in draw_cohort(self.terms.sites or (self.site,), round_options(self.recipe, ""), round)
+
+    def check_order(self, message: messages.Message) -> None:
+        """Raise `Refused` unless an order has the recipe's learning rate, this site's cluster, and proper tensors."""
+        fields, sent, site = message.fields, message.tensors, self.site
+        evaluating, round = fields["purpose"] == "evaluate", int(fields["round"])
+        cluster = self._read_cluster(sent)
+        if cluster and not evaluating and cluster != self.setup.networks.cluster_of(site, round):
+            raise Refused("site", f"{site} is not in cluster {cluster!r:.60} in round {round}")
+        check_learning_rate(fields["lr"], self.recipe, round, self.setup.algorithm.lr_scale(cluster), site)
+        like, optional = self.broadcast_templates[cluster], self._optional_kinds[cluster]
+        if evaluating:
+            like = {**like, **self._templates_after_last_round(cluster)}
+            optional |= like.keys() - set(WEIGHT_KINDS)
+        marker: Bundle = {CLUSTER_MARKER: {cluster: torch.ones(())}} if cluster else {}
+        check_tensors(sent, {**like, **marker}, optional if evaluating or round > 1 else frozenset(), site)
+        if round == 1 and not evaluating:
+            own = {kind: group for kind, group in sent.items() if kind != CLUSTER_MARKER}
+            check_first_weights(own, like, self._given_digest(cluster), site)
+
+    def _read_cluster(self, sent: Bundle) -> str:
+        if not isinstance(self.setup.algorithm, Clustered):
+            return ""
+        (cluster, *others) = sent.get(CLUSTER_MARKER, {}) or ("",)
+        if others or cluster not in self.broadcast_templates:
+            raise Refused("site", f"{self.site} was assigned to cluster {cluster!r:.60}, but has no model for it")
+        return cluster
+
+    def _given_digest(self, cluster: str) -> str | None:
+        """The SHA-256 of first weights that the recipe takes from elsewhere than its seed."""
+        return self.terms.recipe.trained_models[cluster].sha256
+
+    def _templates_after_last_round(self, cluster: str) -> Bundle:
+        """What comes with the order for evaluation: the final weights, and the student or all sites' models."""
+        inner, sites = self._inner_algorithm, self.terms.sites
+        like = inner.broadcast(inner.final_state(self._initial_states[cluster]), self.site)
+        found = dict(like)
+        if self.setup.networks.student is not None:
+            student = self.setup.networks.student.copy_weights()
+            found |= {f"{kind}@{STUDENT}": group for kind, group in student.items()}
+        if self.recipe.ensemble:
+            members = [(kind, *item) for kind, group in classifier_weights(like).items() for item in group.items()]
+            found[ENSEMBLE] = {f"{kind}/{site}/{name}": tensor for kind, name, tensor in members for site in sites}
+        if isinstance(inner, CrossSite):
+            found |= {f"{kind}@{site}": like.get(kind, {}) for kind in WEIGHT_KINDS for site in sites}
+        return found
+
     def train(self, message: messages.Message) -> messages.Message:
         """Train for a round, after charging it to the site's ledger. The caller then calls `check_reply`."""
         if message.fields["parts"]:
             check_kinds((METRICS,), self.site, self.config.allow)
         self.runner.check_order(message)
-        self._check_complete(message)
         site_round = self.runner.begin_round(message)
         if self.account is not None:
             assert site_round.site.secret is not None
             charge = self.account.round_releases(len(site_round.report))
             self.account.charge_round(site_round.site.round, f"{site_round.site.secret.integer():016x}", charge)
         update, memory = drive_jobs(
-            self.runner.start_local(site_round), lambda job, number: self.runner.run_job(job, site_round, number)
+            self._check_jobs(self.runner.start_local(site_round)),
+            lambda job, number: self.runner.run_job(job, site_round, number),
         )
         return self.runner.finish_round(site_round, update, memory)
+
+    def _check_jobs(self, work: Work) -> Work:
+        """Return the same work, which is refused before a training job that uses too few images."""
+        jobs, held = JobLoop(work), len(self.setup.sites[self.site].train)
+        for job in jobs:
+            if isinstance(job, Fit):
+                check_images(images_of_job(job.training, held, job.full_batch), self.site, self.config.allow, held)
+            jobs.result = yield job
+        return jobs.returned
 
     def evaluate(self, message: messages.Message) -> HomeEvaluation:
         """Score the final models on this site's images, and decide what of it leaves."""
@@ -209,23 +290,6 @@ class Participation:
         self.account.charge_round(int(message.fields["round"]), f"{secret.integer():016x}", charge)
         return noised_scores(groups, models, plan.metrics_noise, secret)
 
-    def _check_complete(self, message: messages.Message) -> None:
-        """Raise `Refused` unless a message has all weights: missing ones would keep their values of an earlier round.
-        Messages of algorithms without exchange may have none at all; then a site continues from its memory."""
-        sent = message.tensors
-        algorithm = self.setup.algorithm
-        while isinstance(algorithm, Wrapper):
-            algorithm = algorithm.inner
-        if not any(sent.get(kind) for kind in WEIGHT_KINDS) and isinstance(algorithm, Local | OneShot):
-            return
-        for kind in WEIGHT_KINDS:
-            like, found = (
-                self.broadcast_templates[self.setup.algorithm.cluster_from_broadcast(sent)].get(kind, {}),
-                sent.get(kind, {}),
-            )
-            if {n: (t.shape, t.dtype) for n, t in like.items()} != {n: (t.shape, t.dtype) for n, t in found.items()}:
-                raise Refused("shape", f"the {kind} sent to {self.site} has other names, shapes or types than its own")
-
     def check_reply(self, reply: messages.Message) -> dict[str, int]:
         """Return the kinds of a reply with their bytes.
 
@@ -233,6 +297,8 @@ class Participation:
         """
         sent = {kind: _count_bytes(group) for kind, group in reply.tensors.items()}
         fields = reply.fields
+        check_predicted(reply.tensors.get(PREDICTIONS, {}), self.site)
+        check_scalars(fields.get("scalars", {}), self.scalars, self.site)
         reported = {kind: len(json.dumps(fields[key])) for key, kind in FIELD_KINDS.items() if fields.get(key)}
         tests, classes = len(self.setup.sites[self.site].test), len(self.setup.dataset.classes)
         asked = {METRICS: reported.get(METRICS, 0)}
@@ -262,31 +328,46 @@ class Participation:
         return found
 
     @cached_property
+    def largest_message(self) -> int:
+        """The most bytes of a message of this run: those of its tensors, with room for a student and for lists."""
+        return MESSAGE_ALLOWANCE + 4 * max(map(messages.body_size, self.broadcast_templates.values()), default=0)
+
+    @cached_property
     def broadcast_templates(self) -> dict[str, Bundle]:
-        """For each cluster the tensors that a new site receives; only their names and shapes are used here."""
+        """For each cluster the tensors that this site receives in round 1."""
         return {
             cluster: self._inner_algorithm.broadcast(state, self.site)
             for cluster, state in self._initial_states.items()
         }
 
     @cached_property
-    def _initial_states(self) -> dict[str, Bundle]:
-        """For each cluster the server's state as if this were its only site."""
-        return {
-            cluster: self._inner_algorithm.init(
-                replace(
-                    self.setup.federation,
-                    initial=live.copy_weights(),
-                    norms=normalisation_names(live.module),
-                    features=self.setup.networks.shapes[cluster],
-                )
-            )
-            for cluster, live in self.setup.networks.by_cluster.items()
+    def _optional_kinds(self) -> dict[str, frozenset[str]]:
+        """For each cluster the kinds that a site receives in its first round only."""
+        started: Bundle = {"started": {self.site: torch.ones(())}}
+        later = {
+            cluster: self._inner_algorithm.broadcast({**state, **started}, self.site)
+            for cluster, state in self._initial_states.items()
         }
+        return {
+            cluster: frozenset(kind for kind in like if not later[cluster].get(kind))
+            for cluster, like in self.broadcast_templates.items()
+        }
+
+    @cached_property
+    def scalars(self) -> frozenset[str]:
+        """The names of the numbers that a reply may hold."""
+        forgetting = ("forgotten", "gained", "cases") if self.recipe.evaluate.forgetting else ()
+        return frozenset((*self.recipe.build_algorithm().scalars, *forgetting))
+
+    @cached_property
+    def _initial_states(self) -> dict[str, Bundle]:
+        """For each cluster the server's state before round 1. It depends on other sites by their names only."""
+        own = self.setup.federation.sites
+        return initial_states(self.setup, {site: own.get(site, 1) for site in self.terms.sites} or own)
 
     @property
     def _inner_algorithm(self) -> Algorithm:
-        return self.setup.algorithm.inner if isinstance(self.setup.algorithm, Clustered) else self.setup.algorithm
+        return inner_algorithm(self.setup.algorithm)
 
     def preview_releases(self) -> list[ReleasePreview]:
         """List everything that would leave the site."""

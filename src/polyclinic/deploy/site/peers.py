@@ -8,9 +8,10 @@ nothing.
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from polyclinic.core import EngineError
+from polyclinic.core import EngineError, Refused
 from polyclinic.deploy.provisioning.certificates import (
     encode_public_openssh,
     key_fingerprint,
@@ -35,8 +36,10 @@ class SitePeers:
         self._authority = read_certificate(config.ca)
         self.signer = SiteSigner(config.site, read_private_key(config.key))
         self._list = PeerList(config.federation, 0, {})
-        for values in _read_lists(config.ca.with_name(PEERS), config.folder / PEERS):
-            self._list = self._newer(values)
+        if (kit := config.ca.with_name(PEERS)).exists():
+            self._list = self._newer(_read_list(kit))
+        with suppress(Refused):  # of an authority that was replaced since
+            self._list = self._newer(_read_list(config.folder / PEERS))
 
     @property
     def keys(self) -> PeerKeys:
@@ -82,13 +85,14 @@ def load_peers(config: SiteConfig, report: Callable[[str], None] = lambda _: Non
     return SitePeers(config, report)
 
 
-def _read_lists(*paths: Path) -> Iterator[object]:
-    for path in paths:
-        if path.exists():
-            try:
-                yield json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                raise EngineError(f"{path} is damaged; remove it if it is in `folder`, else copy the kit's") from None
+def _read_list(path: Path) -> object:
+    """The content of a peers.json; raises `Refused` if there is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Refused("peers", f"there is no {path}") from None
+    except (OSError, ValueError):
+        raise EngineError(f"{path} is damaged; remove it if it is in `folder`, else copy the kit's") from None
 
 
 def _changes(former: PeerList, found: PeerList) -> Iterator[str]:

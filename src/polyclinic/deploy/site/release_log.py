@@ -6,7 +6,6 @@
 import hashlib
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from polyclinic.core import StoreError
-from polyclinic.storage.files import append_durably, explain_os_errors
+from polyclinic.storage.files import append_line, explain_os_errors
 from polyclinic.storage.ledger import Ledger, read_chain
 
 MOST = 4 << 20
@@ -38,8 +37,7 @@ class RotatingLog:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.path.exists() and self.path.stat().st_size + len(line) >= self.most:
                 self._rotate_files()
-            start = "\n" if _is_torn(self.path) else ""
-        append_durably(self.path, f"{start}{line}\n".encode())
+        append_line(self.path, line)
 
     def _rotate_files(self) -> None:
         for number in range(self.kept - 1, 0, -1):
@@ -54,15 +52,6 @@ class RotatingLog:
         """All lines, the oldest first."""
         paths = [*map(self._rotated_path, range(self.kept, 0, -1)), self.path]
         return [line for path in paths if path.exists() for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def _is_torn(path: Path) -> bool:
-    """Whether the last line is incomplete because its process was killed."""
-    if not path.exists() or not path.stat().st_size:
-        return False
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() != b"\n"
 
 
 class ReleaseLog:
