@@ -267,7 +267,11 @@ def test_a_site_that_fails_refuses_or_lies_in_the_evaluation_is_left_out_and_nam
         "hill": "error",
         "lake": "refused",
     }
-    report = to_markdown(build_report(read_report_data([tmp_path])))
+    written = build_report(read_report_data([tmp_path]))
+    assert all("AUC (mean of sites)" in text for text in (to_markdown(written), to_html(written)))
+    assert "| all (mean of sites) |" in to_markdown(written), "so is the calibration error"
+    assert "means of the sites' own figures, weighted by images" in str(result_table(summary).caption)
+    report = to_markdown(written)
     assert all(f"{site} told no scores of the final model" in report for site in ("hill", "lake"))
     assert all(f"{site} told no scores of the final model" in str(result_table(summary).caption) for site in ("hill",))
 

@@ -282,6 +282,11 @@ def test_figures_that_were_kept_back_are_not_called_released_or_lost_updates(pla
     told = [info for event, info in seen if event == "evaluated"]
     assert all(info["outcome"] == "withheld" and "does not let metrics leave" in info["why"] for info in told)
     assert len(told) == 3
+    status = board(place)
+    for info in told:
+        status.record_event("evaluated", info)
+    assert all(why.startswith("withheld: policy: ") for why in status.last_failures.values())
+    assert status.last_failures.keys() == set(SITES)
     assert "hill told no scores of the final model" in Page(report_page([tmp_path])).text("section", id="failures")
     rows = {row.kind: row for row in crossing.desks["hill"].preview_releases(recipe(evaluate__every=0))}
     assert all((rows[kind].when, rows[kind].bytes) == (WITHHELD, 0) for kind in ("final scores", "predictions"))
