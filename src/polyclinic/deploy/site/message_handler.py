@@ -39,6 +39,7 @@ from polyclinic.deploy.site.participation import Participation, ReleasePreview, 
 from polyclinic.deploy.site.peers import load_peers
 from polyclinic.deploy.site.policy import check_approved, check_recipe, read_approvals, recipe_digest
 from polyclinic.deploy.site.release_log import FAILED, LOG, REFUSED, ReleaseLog, RotatingLog, timestamp
+from polyclinic.deploy.site.scores import KeptScores, describe_scores, keep_scores
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.storage import messages
 from polyclinic.storage.files import explain_os_errors, lock_folder, make_folder, write_atomically
@@ -204,7 +205,7 @@ class SiteMessageHandler:
         is_new = former is None
         if former is None:
             part.check_order(message)
-            answer = part.train(message) if purpose == "train" else part.evaluate(message)
+            answer = part.train(message) if purpose == "train" else self._evaluate(part, message)
         else:
             answer = messages.decode(former)
         kinds = part.check_reply(answer)
@@ -222,6 +223,25 @@ class SiteMessageHandler:
         if former is None:
             write_atomically(kept, order.digest.encode() + reply)
         return reply
+
+    def _evaluate(self, part: Participation, message: messages.Message) -> messages.Message:
+        """Score the final models, keep the scores for the site's own people, and return what may leave of them."""
+        found, run, rounds = part.evaluate(message), read_run_id(message.fields), int(message.fields["round"]) - 1
+        kept = KeptScores(
+            run=run,
+            recipe=part.recipe.name,
+            algorithm=part.recipe.algorithm.name,
+            rounds=rounds,
+            time=timestamp(),
+            headline=found.headline,
+            scores=found.scores,
+            withheld=found.withheld,
+            predictions_sent=bool(found.tensors),
+        )
+        keep_scores(self.config.folder, kept)
+        self._write_log(describe_scores(kept))
+        fields = {"run": run, "round": message.fields["round"], "site": self.site, **found.answer}
+        return messages.Message(fields, found.tensors)
 
     def _open_book(self, part: Participation) -> OrderBook:
         run, allow = part.terms.run, self.config.allow
