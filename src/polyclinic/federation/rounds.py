@@ -48,11 +48,15 @@ from polyclinic.federation.round_log import (
     metric_rows,
 )
 from polyclinic.federation.schedules import EarlyStop, Schedule
+from polyclinic.federation.secure_aggregation.server import MaskedRound
+from polyclinic.federation.secure_aggregation.transcript import Transcript
 from polyclinic.federation.server_state import canonical_layout, check_not_mutated, device_of, version_counters
 from polyclinic.federation.update_check import ExpectedUpdate, check_address, check_update, split_predictions
 from polyclinic.privacy.transforms.base import UpdateTransform
+from polyclinic.privacy.transforms.mask import Mask
 from polyclinic.storage import messages
 from polyclinic.storage.journal import Journal
+from polyclinic.storage.signatures import PeerKeys
 from polyclinic.training.network import move_bundle
 
 Watch = Callable[[str, Mapping[str, Any]], None]
@@ -179,10 +183,14 @@ class Rounds:
         transforms: Sequence[UpdateTransform] = (),
         budget: PrivacyBudget | None = None,
         server_trainer: Callable[[Bundle, Site], Bundle] | None = None,
+        peers: PeerKeys | None = None,
     ) -> None:
+        """`peers`: the sites' public keys, with which the signatures of masked rounds are checked."""
+        self.peers = peers
         self.federation, self.algorithm, self.engine = federation, algorithm, engine
         self.rules, self.journal, self.watch, self.evaluate_held_out = rules, journal, watch, evaluate_held_out
         self.transforms, self.budget, self.server_trainer = tuple(transforms), budget, server_trainer
+        self.mask = next((stage for stage in transforms if isinstance(stage, Mask)), None)
         self.trainers = [POOLED] if algorithm.pooled else [s for s in federation.sites if s != POOLED]
 
     def play_all(self) -> Outcome:
@@ -283,6 +291,9 @@ class Rounds:
         exchange = _RoundExchange(
             round, state, self.prepare_outbox("train", round, state, cohort, parts, progress), log
         )
+        if self.mask is not None:
+            yield self._receive_sum(exchange, self.mask, cohort, parts, progress)
+            return
         arrivals = self.engine.exchange(round, exchange.outbox, self.rules.deadline)
         order = list(dict.fromkeys(clusters[site] for site in cohort))
         # Side by side, so that each cluster's updates can be aggregated one at a time.
@@ -303,6 +314,34 @@ class Rounds:
                 del update
                 yield shallow_copy
                 shallow_copy.tensors.clear()  # frees the tensors, even if something still refers to the update
+
+    def _receive_sum(
+        self, exchange: _RoundExchange, mask: Mask, cohort: Sequence[SiteId], parts: list[Part], progress: Progress
+    ) -> Update:
+        """Play a round whose updates are added up behind masks, and return their mean as one update."""
+        round, state = exchange.round, exchange.state
+        transcript = Transcript(self.journal.masks)
+        transcript.drop_before(self.journal.oldest_snapshot())
+        masked = MaskedRound(
+            mask,
+            self.algorithm,
+            self.engine,
+            self.rules.deadline,
+            lambda purpose, sites: self.prepare_outbox(purpose, round, state, sites, parts, progress),
+            lambda site, received: self._expected_update(exchange, site, "", received),
+            {e.kind: state.get(e.like, {}) for e in self.algorithm.exchanges()},
+            exchange.log,
+            transcript,
+            self.rules.run,
+            round,
+            self.rules.quorum,
+            self.peers,
+        )
+        update = masked.play(cohort)
+        for site in cohort:
+            if site in exchange.log.sites:
+                self.watch("site", {"round": round, "site": site, **exchange.log.sites[site].to_json()})
+        return update
 
     def _receive_update(self, exchange: _RoundExchange, site: SiteId, cluster: str, reply: Answer) -> Update | None:
         """Return a site's update if `check_update` accepts it; the outcome is logged either way."""

@@ -213,6 +213,7 @@ class Experiment:
             setup.transforms,
             budget,
             self.server_trainer,
+            None if self.remote is None else self.remote.peers,
         )
 
     def _train_student(self, state: Bundle) -> RefinementResult | None:

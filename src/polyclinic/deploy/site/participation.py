@@ -48,8 +48,10 @@ from polyclinic.federation.rounds import draw_cohort
 from polyclinic.federation.site_runner import SiteRunner, drive_jobs
 from polyclinic.federation.update_check import split_predictions
 from polyclinic.privacy.plan import PrivacyPlan
+from polyclinic.privacy.transforms.mask import Mask
 from polyclinic.runs.assemble import RunSetup, assemble, initial_states, inner_algorithm, round_options
 from polyclinic.runs.final_evaluation import SCORES, rounded_bytes
+from polyclinic.runs.masking import SiteIdentity, mask_of
 from polyclinic.runs.networks import device_of, recipe_for_site
 from polyclinic.runs.privacy_plan import bind_plan, noise_secret
 from polyclinic.runs.privacy_record import list_releases
@@ -118,6 +120,7 @@ class Participation:
         dataset: This site's images.
         memory: Where the site's memory of the run is kept.
         read_key: Returns the run's key, whence its noise comes; called before the first round.
+        identity: What the site needs to mask its updates, if it knows other sites' keys.
     """
 
     def __init__(
@@ -127,17 +130,33 @@ class Participation:
         dataset: FederatedDataset,
         memory: SiteMemory,
         read_key: Callable[[], int],
+        identity: SiteIdentity | None = None,
     ) -> None:
         self.config, self.terms, self.site = config, terms, config.site
         self.recipe = recipe = _choose_device(terms.recipe, config)
         torch.set_num_threads(recipe.engine.threads)
         keep_freed_memory()
         self.setup = assemble(recipe, dataset, self._make_plan, site=self.site)
-        self._memory, self._read_key = memory, read_key
+        self._memory, self._read_key, self._identity = memory, read_key, identity
 
     @cached_property
     def runner(self) -> SiteRunner:
-        return self.setup.make_runner(self.site, self._memory, self._noise_secret())
+        if self.mask is not None and self._identity is None:
+            raise Refused(
+                "masks",
+                f"{self.site} has no keys of other sites, without which it masks nothing; ask the coordinator for the "
+                "list of sites of a new kit",
+            )
+        return self.setup.make_runner(self.site, self._memory, self._noise_secret(), self._identity)
+
+    @property
+    def mask(self) -> Mask | None:
+        """The stage of the recipe that masks updates, if it has one."""
+        return mask_of(self.setup.transforms)
+
+    def exchange_masks(self, message: messages.Message) -> messages.Message:
+        """Answer a message about the masks of a round, in which nothing depends on images."""
+        return self.runner.reply(message)
 
     def _make_plan(self, draft: RunSetup) -> PrivacyPlan:
         """Return the server's plan for this site alone: with the server's noise, priced by this site's own counts."""
