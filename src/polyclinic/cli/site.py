@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import json
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,11 +22,13 @@ import polyclinic
 from polyclinic.cli.common import (
     Json,
     find_recipe,
+    number_columns,
     out,
     plain_table,
     print_json,
     print_message,
 )
+from polyclinic.cli.display import format_scores
 from polyclinic.core import RecipeError
 from polyclinic.reporting.formatting import round_up
 
@@ -32,6 +36,10 @@ if TYPE_CHECKING:
     from polyclinic.config.capability import Capability, ResourceWeights
     from polyclinic.deploy.site.config import SiteConfig
     from polyclinic.deploy.site.message_handler import SiteMessageHandler
+
+
+NO_RUN = 3
+"""The exit code of `join --once` if no run began."""
 
 
 def join(
@@ -42,6 +50,15 @@ def join(
             "--dry-run", metavar="RECIPE", help="Show what this recipe would send from this site, and send nothing."
         ),
     ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Take part in one run, then end: for the machines of a batch system.")
+    ] = False,
+    wait: Annotated[
+        float | None,
+        typer.Option(
+            "--wait", min=1, help=f"With --once: seconds to wait for a run; exit code {NO_RUN} if none began."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Take part with this site's images: connect, and answer requests that the policy in SITE.yaml allows."""
@@ -50,11 +67,13 @@ def join(
     from polyclinic.deploy.site.message_handler import SiteMessageHandler
     from polyclinic.deploy.site.peers import check_own_kit
 
-    config = SiteConfig.load(site)
+    config, begun = SiteConfig.load(site), time.monotonic()
 
     def log(sentence: str) -> None:
+        line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "site": config.site, "message": sentence}
+        text = f"{datetime.now():%H:%M:%S} {config.site}: {sentence}"
         with contextlib.suppress(OSError):  # a terminal that is gone, or a log on a full disk, shall not end the work
-            print_message(f"{datetime.now():%H:%M:%S} {config.site}: {sentence}")
+            print_message(json.dumps(line, ensure_ascii=False) if config.log == "json" else text)
 
     for warning in (*config_warnings(config), *check_own_kit(config)):
         log(warning)
@@ -65,6 +84,11 @@ def join(
             if not as_json:
                 out.print(Text("to approve it: polyclinic site approve SITE.yaml RECIPE"), soft_wrap=True)
             return
+
+        def is_done() -> bool:
+            late = wait is not None and not handler.begun_runs and time.monotonic() > begun + wait
+            return once and (handler.ended_runs > 0 or late)
+
         try:
             serve_site(
                 config,
@@ -73,10 +97,14 @@ def join(
                 lambda: handler.is_idle,
                 handler.largest_message,
                 handler.note_absence,
+                is_done,
             )
         except KeyboardInterrupt:
             log("stopped")
             raise typer.Exit(0) from None
+        if not handler.ended_runs:
+            log(f"no run began within {wait:g} s")
+            raise typer.Exit(NO_RUN)
 
 
 def _print_releases(handler: SiteMessageHandler, recipe: polyclinic.Recipe, as_json: bool) -> None:
@@ -101,7 +129,7 @@ def _print_releases(handler: SiteMessageHandler, recipe: polyclinic.Recipe, as_j
     out.print(Text(f"SHA-256 of the recipe:\n{mark}"), soft_wrap=True)
 
 
-site_app = typer.Typer(no_args_is_help=True, help="A site's own people: approved recipes, key, log and machine.")
+site_app = typer.Typer(no_args_is_help=True, help="A site's own people: approvals, key, log, scores and machine.")
 SiteFile = Annotated[Path, typer.Argument(metavar="SITE.yaml", help="The configuration file in the site's kit.")]
 
 
@@ -156,6 +184,38 @@ def log_command(
             Text(f"{rows} rows, none changed or missing before the last; the chain ends in {chain or '–'}"),
             soft_wrap=True,
         )
+
+
+@site_app.command("scores")
+def scores_command(
+    site: SiteFile,
+    as_json: Json = False,
+) -> None:
+    """Show how the final models of all finished runs did on this site's own images, and what of it left the site."""
+    from polyclinic.deploy.site.config import SiteConfig
+    from polyclinic.deploy.site.scores import describe_release, read_kept_scores
+
+    config = SiteConfig.load(site)
+    found = read_kept_scores(config.folder)
+    if as_json:
+        print_json([kept.model_dump(mode="json") for kept in found])
+        return
+    if not found:
+        out.print(Text(f"{config.site} has taken part in no run that was evaluated yet"), soft_wrap=True)
+        return
+    table = plain_table(
+        Column("run", overflow="fold"),
+        "recipe",
+        "model",
+        *number_columns("n", "accuracy [95 %]", "AUC [95 %]", "sensit.", "specif."),
+    )
+    for kept in found:
+        cells = ["–"] * 5 if kept.judged is None else format_scores(kept.judged)
+        table.add_row(*map(Text, [kept.run, kept.recipe, kept.headline or "–", *cells]))
+    out.print(table)
+    for kept in found:
+        out.print(Text(f"{kept.time} {describe_release(kept)}"), soft_wrap=True)
+    out.print(Text(f"all metrics, parts and models: {config.folder / 'scores'}"), soft_wrap=True)
 
 
 @site_app.command("approve")
