@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
 from polyclinic.cli.server import status
-from polyclinic.cli.site import join
+from polyclinic.cli.site import join, scores_command
 from polyclinic.core.errors import RecipeError
 from polyclinic.core.jobs import Failure
 from polyclinic.deploy.config import ServerConfig
@@ -125,9 +125,15 @@ def test_sites_that_stay_up_end_run_after_run_in_the_bits_of_the_simulation(ward
         result, simulated = ward.play(found, name)
         assert result.rounds == 5
         assert result.sha256 == simulated.sha256, name
+        assert result.sites == simulated.sites, "every figure of every site"
         for site in SITES:
             assert not list((ward.folder / "k" / "sites" / site / "state" / "runs").glob("*")), "a run that is over"
     assert ward.pids() == before, ward.said()
+    kept = json.loads(shown("scores", ward.folder / "k" / "sites" / "hill" / "site.yaml", "--json"))
+    assert {one["recipe"] for one in kept} >= {"law"}
+    assert len(kept) >= len(THREE)
+    told = shown("scores", ward.folder / "k" / "sites" / "hill" / "site.yaml")
+    assert "scores sent to the server, with rounded predictions of the test images" in " ".join(told.split())
 
 
 def test_sites_say_what_they_refuse_and_that_a_run_is_over(ward: Ward) -> None:
@@ -174,6 +180,7 @@ def shown(*arguments: object) -> str:
     app = typer.Typer(rich_markup_mode=None)
     app.command("status")(status)
     app.command("join")(join)
+    app.command("scores")(scores_command)
     found = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "80"})
     assert found.exit_code == 0, found.output
     return found.output
@@ -182,10 +189,10 @@ def shown(*arguments: object) -> str:
 def test_a_dry_run_tells_what_would_leave_and_sends_nothing(place: Path) -> None:
     file = place / "k" / "sites" / "hill" / "site.yaml"
     told = shown("join", file, "--dry-run", place / "recipe.yaml")
-    assert {"model", "metrics", "predictions"} <= set(told.split())
+    assert {"model", "metrics", "final", "predictions"} <= set(told.split())
     assert max(map(len, told.splitlines())) <= 80
     rows = json.loads(shown("join", file, "--dry-run", place / "recipe.yaml", "--json"))["releases"]
-    assert {row["kind"] for row in rows} >= {"model", "metrics", "predictions"}
+    assert {row["kind"] for row in rows} >= {"model", "metrics", "final scores", "predictions"}
     assert not (file.parent / "state" / "releases.jsonl").exists()
 
 

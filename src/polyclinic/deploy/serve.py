@@ -69,13 +69,14 @@ def run_deployed(
         return read_result(folder, recipe)
     profiles, absent = enrol_sites(recipe, remote, sites, folder, watch, missing or {}, read_peers)
     announced = AnnouncedEngine(remote.engine, remote.deadline, read_peers)
-    remote = replace(remote, engine=announced, absent=absent)
+    listed = read_peers()
+    keys = None if listed is None else peer_keys(listed)
+    remote = replace(remote, engine=announced, absent=absent, peers=keys)
     experiment = Experiment(recipe, folder, data, watch, RemoteSites.from_profiles(profiles), remote)
     announced.announcement = begin = _begin_fields(experiment)
-    if (peers := read_peers()) is not None:
+    if listed is not None and keys is not None:
         statements, algorithm = RunFolder(folder).statements, experiment.setup.algorithm
-        run, keys = experiment.run_id(), peer_keys(peers)
-        federation = str(peers["federation"])
+        run, federation = experiment.run_id(), str(listed["federation"])
         announced.cohort = ServerCohort(federation, run, statements, algorithm, keys, hash_terms(begin))
     write_json(RunFolder(folder).enrolment, {site: card.model_dump(mode="json") for site, card in profiles.items()})
     result = run_tracked(experiment)

@@ -32,6 +32,7 @@ class Wrapper(Algorithm):
     broadcast = _OfInner()
     local = _OfInner()
     check_update = _OfInner()
+    update_weight = _OfInner()
     aggregate = _OfInner()
     final_state = _OfInner()
     models = _OfInner()

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
-from torch import Tensor
 
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.config.identity import identity
@@ -38,7 +37,6 @@ hospital has; one with fewer decides by itself whether they are enough."""
 APPROVED = "approved.yaml"
 RELEASED_PARTS: tuple[Part, ...] = ("test",)
 """The parts whose predictions may leave; those of training and validation images never do."""
-DECIMALS = 3
 
 
 class Allow(BaseModel):
@@ -320,28 +318,12 @@ def check_scalars(found: object, declared: Collection[str], site: SiteId) -> Non
             )
 
 
-def round_predictions(found: Tensors) -> Tensors:
-    """Round probabilities to 3 decimals; the last class gets what is left, so that it tells nothing more.
-
-    So an image tells one number less than there are classes.
-    """
-    return {name: _round_rows(rows) if name.endswith("|probabilities") else rows for name, rows in found.items()}
-
-
-def _round_rows(rows: Tensor) -> Tensor:
-    """Round down, so that what is left for the last class is never negative."""
-    scale = 10**DECIMALS
-    whole = (rows.double()[:, :-1] * scale).round().clamp(0, scale)
-    over = (whole.sum(1) - scale).clamp(min=0)
-    whole[torch.arange(len(whole)), whole.argmax(1)] -= over
-    return torch.cat([whole, scale - whole.sum(1, keepdim=True)], 1).div(scale).to(rows.dtype)
-
-
 def check_predicted(found: Tensors, site: SiteId) -> None:
-    """Raise `Refused` unless predictions are of test images only, and rounded."""
+    """Raise `Refused` unless predictions are of test images only, and whole thousandths."""
     for name, rows in found.items():
-        _, part, key = name.rsplit("|", 2)
+        _, part, column = name.rsplit("|", 2)
         if part not in RELEASED_PARTS:
             raise Refused("policy", f"predictions of {part} images would have left {site}, which never leave it")
-        if key == "probabilities" and not torch.equal(rows.nan_to_num(), _round_rows(rows).nan_to_num()):
-            raise Refused("policy", f"predictions with more than {DECIMALS} decimals would have left {site}")
+        whole = rows.dtype == (torch.int16 if column == "thousandths" else torch.int64)
+        if column not in ("thousandths", "labels", "patients") or not whole:
+            raise Refused("policy", f"predictions that are not whole thousandths would have left {site}")
