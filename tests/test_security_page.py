@@ -71,33 +71,15 @@ def test_a_sentence_without_a_test_is_seen() -> None:
 AWAITED = frozenset(
     [
         "test_a_billion_images_do_not_buy_the_model",
-        "test_a_cohort_below_the_threshold_is_refused",
         "test_a_plain_mean_would_be_harmed",
-        "test_a_second_list_of_survivors_is_refused_in_the_same_round",
-        "test_a_silent_site_is_not_waited_for_for_ever_after_the_last_round",
-        "test_a_site_cannot_bring_a_model_that_the_run_is_then_judged_by",
         "test_a_site_reports_on_no_more_images_than_it_registered",
-        "test_a_site_that_fails_refuses_or_lies_in_the_evaluation_is_left_out_and_named",
         "test_an_outlier_is_named_everywhere",
-        "test_below_the_threshold_the_round_ends_and_nothing_is_unmasked",
-        "test_false_shares_of_more_sites_end_the_round",
-        "test_false_shares_of_one_site_are_found_and_done_without",
         "test_far_weights_are_left_out_and_named",
         "test_flipped_weights_are_left_out_and_named",
-        "test_forged_keys_in_a_sites_name_are_refused_by_all",
-        "test_forged_predictions_are_refused_by_name",
         "test_lies_beside_the_weights_are_refused_and_the_run_ends",
-        "test_masks_change_no_bit_of_the_sum",
         "test_metrics_lie_in_their_ranges",
-        "test_never_both_secrets_of_one_site_are_revealed",
-        "test_no_update_is_in_the_servers_memory_on_its_disk_or_on_the_wire",
         "test_one_site_cannot_stop_a_run_early",
-        "test_rounded_predictions_come_back_to_the_thousandth_and_sum_to_one",
-        "test_under_a_plan_final_scores_leave_only_as_it_says",
-        "test_what_the_server_gets_of_a_site_is_uniform_and_never_its_update",
-        "test_where_no_figure_may_leave_the_run_ends_and_says_where_they_are",
         "test_with_a_quorum_nobody_is_waited_for_for_ever",
-        "test_wrong_scores_are_refused_by_name_and_the_others_count",
     ]
 )
 """Tests of branches that are not merged yet. Empty it when they are."""
