@@ -292,8 +292,14 @@ def attack_recipe(
         raise RecipeError(
             f"{recipe.name} has {recipe.rounds} rounds, of which the first is honest; attack 1 to {last} of the others"
         )
-    server = HostileServer(Experiment(recipe, None, data), Stream(recipe.seed if seed is None else seed, ("attack",)))
+    server = open_server(recipe, seed, data)
     return server.compare(server.play(rounds or last, view), view)
+
+
+def open_server(recipe: Recipe, seed: int | None = None, data: Path | None = None) -> HostileServer:
+    """Return a server that is about to play a recipe. Masks are left out: the view `sum` stands for them."""
+    bare = recipe.model_copy(update={"stages": [stage for stage in recipe.stages if stage.name != "mask"]})
+    return HostileServer(Experiment(bare, None, data), Stream(recipe.seed if seed is None else seed, ("attack",)))
 
 
 def step_length(recipe: Recipe, images: int) -> float:
