@@ -16,7 +16,7 @@ from PIL import Image
 from polyclinic import Recipe
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.config.identity import predicted_parts
-from polyclinic.core import PolyclinicError, __version__
+from polyclinic.core import PROTOCOL, PolyclinicError, __version__
 from polyclinic.core.jobs import Failure
 from polyclinic.core.types import SiteId
 from polyclinic.deploy.site.config import SiteConfig
@@ -138,7 +138,7 @@ def desks(home: Path, state: str, sites: Sequence[SiteId] = SITES, **settings: A
 
 
 def asked(purpose: str, to: SiteId, found: Recipe, fields: Mapping[str, Any] | None = None) -> bytes:
-    common = {"purpose": purpose, "run": "", "site": to, "version": __version__}
+    common = {"purpose": purpose, "run": "", "site": to, "version": __version__, "protocol": PROTOCOL}
     return messages.encode({**common, "recipe": found.to_yaml(), "seed": found.seed, **(fields or {})}, {})
 
 

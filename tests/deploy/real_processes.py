@@ -133,7 +133,15 @@ class Ward:
     server: Process | None = None
     started: list[Process] = field(default_factory=list)
 
-    def command(self, *arguments: str | Path, role: str, fault: str = "", really: bool = False) -> Process:
+    def command(
+        self,
+        *arguments: str | Path,
+        role: str,
+        fault: str = "",
+        really: bool = False,
+        alter: Mapping[str, float] | None = None,
+    ) -> Process:
+        """Start a command. `alter`: a clock or a protocol of its own, as `tests.deploy.forks.start` takes them."""
         log, words = self.folder / f"{role}.log", list(map(str, arguments))
         process: Process
         if really:
@@ -141,7 +149,8 @@ class Ward:
             process = Executed([sys.executable, "-m", "polyclinic", *words], log, environment)
         else:
             network = str(self.networks.get(role, ""))
-            told = self.ask(do="start", arguments=words, log=str(log), fault=fault, network=network)
+            job = {"arguments": words, "log": str(log), "fault": fault, "network": network, **(alter or {})}
+            told = self.ask(do="start", **job)
             process = Forked(int(told), log, self.ask)
         self.started.append(process)
         return process

@@ -199,6 +199,12 @@ def test_a_server_that_was_killed_goes_on_with_the_statements_it_had(
     )
 
 
+def away(crossing: Crossing, site: SiteId) -> Failure:
+    """A site that is not connected, which its own process notices when it connects again."""
+    crossing.desks[site].note_absence()
+    return Failure("dead", "away")
+
+
 def test_a_site_that_was_away_comes_back_and_a_late_one_joins(home: Path, k: Path, tmp_path: Path) -> None:
     """Two of three are enough for these sites; the third misses round 2, and its statement is missing in round 3."""
     allowed = {**EVERYTHING, "least_sites": 2}
@@ -207,13 +213,11 @@ def test_a_site_that_was_away_comes_back_and_a_late_one_joins(home: Path, k: Pat
     def answer(site: SiteId, data: bytes) -> bytes | Failure:
         fields = messages.decode(data).fields
         if site == "hill" and fields["purpose"] == "train" and fields["round"] == 2:
-            crossing.desks[site].note_absence()
-            return Failure("dead", "away")
+            return away(crossing, site)
         if site == "lake" and fields["purpose"] in ("begin", "train") and fields.get("round", 1) == 1:
             rounds = [messages.decode(sent).fields.get("round", 0) for _, sent in crossing.sent]
             if fields["purpose"] == "train" or max(rounds) == 0:
-                crossing.desks[site].note_absence()
-                return Failure("dead", "late")
+                return away(crossing, site)
         return crossing.answer(site, data)
 
     assert played(k, answer, tmp_path / "run", rounds=4, quorum=2)
@@ -221,10 +225,8 @@ def test_a_site_that_was_away_comes_back_and_a_late_one_joins(home: Path, k: Pat
 
     def one_away(site: SiteId, data: bytes) -> bytes | Failure:
         fields = messages.decode(data).fields
-        if site == "hill" and fields["purpose"] == "train" and fields["round"] == 2:
-            strict.desks[site].note_absence()
-            return Failure("dead", "away")
-        return strict.answer(site, data)
+        lost = site == "hill" and fields["purpose"] == "train" and fields["round"] == 2
+        return away(strict, site) if lost else strict.answer(site, data)
 
     with pytest.raises(RecipeError, match=r"harbour takes part only with 3 sites or more .* raise quorum to 3"):
         played(k, one_away, tmp_path / "other", rounds=4, quorum=1)
@@ -378,7 +380,7 @@ def test_other_terms_for_one_site_are_refused(home: Path, k: Path, tmp_path: Pat
                 "begin",
                 "hill",
                 longer,
-                {**{n: cheated[n] for n in ("run", "sites", "classes", "channels", "size", "plan")}},
+                {**{n: cheated[n] for n in ("run", "classes", "channels", "size", "sites", "plan")}},
             )
         )
     )

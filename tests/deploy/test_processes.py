@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from polyclinic.cli.site import join, scores_command
 from polyclinic.core.errors import RecipeError
 from polyclinic.core.jobs import Failure
 from polyclinic.deploy.config import ServerConfig
-from polyclinic.deploy.processes import listen_address, open_server
+from polyclinic.deploy.processes import open_server
 from polyclinic.deploy.serve import ask_sites
 from polyclinic.deploy.status import LOG_BYTES, LOG_FILES, ServerStatus, log_to_file, read_status
 from polyclinic.storage import messages
@@ -75,6 +77,36 @@ def test_killed_sites_and_servers_change_nothing(ward: Ward) -> None:
 
 def told_of_hill(ward: Ward) -> str:
     return shown("status", ward.folder / "k" / "sites" / "hill" / "site.yaml")
+
+
+@pytest.mark.heavy
+def test_a_site_that_was_too_slow_takes_part_in_later_rounds(tmp_path: Path) -> None:
+    """Lake is held up as it has trained in round 2; its answer is too late, and it hears nothing of round 3.
+
+    `./scripts/test --heavy tests/deploy/test_processes.py`
+    """
+    found, out = recipe(algorithm="scaffold", rounds=9, quorum=2), tmp_path / "slow"
+    kits, path = tmp_path / "k", tmp_path / "slow.yaml"
+    path.write_text(found.to_yaml())
+    with forking() as ask, Ward(tmp_path, ask) as few:
+        furnish(tmp_path, least_sites=2)
+        for site in SITES:
+            approve(kits / "sites" / site / "state", found)
+            few.join(site)
+        words = ("serve", kits / "server" / "server.yaml", path, "--out", out, "--deadline", "3")
+        server, memory = few.command(*words, role="slow"), kits / "sites" / "lake" / "state" / "runs"
+        begun = time.monotonic()
+        while not list(memory.rglob("000002.pcl")):
+            assert time.monotonic() - begun < 60, few.said()
+        os.kill(few.sites["lake"].pid, signal.SIGSTOP)
+        time.sleep(5)
+        os.kill(few.sites["lake"].pid, signal.SIGCONT)
+        few.until(lambda: server.code() is not None, "the end of the run")
+        assert server.code() == 0, few.said()
+        rows = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()]
+        lake = [row["sites"]["lake"]["outcome"] for row in rows if row["event"] == "round"]
+        assert "late" in lake, "it must have mattered"
+        assert (lake[-1], "refused" in lake) == ("accepted", False), few.said()
 
 
 THREE: dict[str, dict[str, Any]] = {
@@ -188,10 +220,18 @@ def test_without_tls_a_server_stays_on_its_own_machine(place: Path) -> None:
     """S1."""
     with pytest.raises(RecipeError, match="without TLS"), open_server(config(place, host="0.0.0.0", insecure=True)):
         pass
-    assert listen_address("localhost") == "127.0.0.1"
-    assert listen_address("127.0.0.1") == "127.0.0.1"
-    assert listen_address("::1") == "::1"
-    assert listen_address("fl.example.org") == "0.0.0.0"
+    elsewhere = config(place, insecure=True, listen="0.0.0.0:9443")
+    with pytest.raises(RecipeError, match="without TLS"), open_server(elsewhere):
+        pass
+    for host, address in (
+        ("localhost", "127.0.0.1"),
+        ("127.0.0.1", "127.0.0.1"),
+        ("::1", "::1"),
+        ("fl.example.org", "0.0.0.0"),
+        ("2001:db8::7", "::"),
+    ):
+        assert config(place, host=host, port=9000).listen_address == (address, 9000)
+        assert config(place, host=host, listen="[::1]:443").listen_address == ("::1", 443)
 
 
 def test_a_flood_of_refusals_fills_neither_memory_nor_log(place: Path) -> None:
@@ -200,6 +240,8 @@ def test_a_flood_of_refusals_fills_neither_memory_nor_log(place: Path) -> None:
         board.count_refusal("", f"path {number}")
     assert len(board.refusals) <= 51
     assert sum(board.refusals.values()) == 5000
+    board.count_refusal("hill", "its own mistake")
+    assert board.refusals["hill", "its own mistake"] == 1, "no flood hides what a site should know"
 
 
 def test_the_log_is_bounded(place: Path) -> None:

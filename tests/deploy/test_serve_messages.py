@@ -384,5 +384,5 @@ def test_who_uses_a_withdrawn_key_is_named(place: Path, tmp_path: Path) -> None:
         ((site, why),) = reception.board.refusals
     assert site == ""
     day = yaml.safe_load((kits / "server" / "revoked.yaml").read_text())["revoked"][0]["date"]
-    assert why == f"the key of hill that was rotated on {day}"
+    assert why == f"the key of hill that was rotated on {day}, from 127.0.0.1"
     assert "its key is not registered, or was revoked" in told[0]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import json
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,12 +38,25 @@ if TYPE_CHECKING:
     from polyclinic.deploy.site.message_handler import SiteMessageHandler
 
 
+NO_RUN = 3
+"""The exit code of `join --once` if no run began."""
+
+
 def join(
     site: Annotated[Path, typer.Argument(metavar="SITE.yaml", help="The configuration file in the site's kit.")],
     rehearsed: Annotated[
         str | None,
         typer.Option(
             "--dry-run", metavar="RECIPE", help="Show what this recipe would send from this site, and send nothing."
+        ),
+    ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Take part in one run, then end: for the machines of a batch system.")
+    ] = False,
+    wait: Annotated[
+        float | None,
+        typer.Option(
+            "--wait", min=1, help=f"With --once: seconds to wait for a run; exit code {NO_RUN} if none began."
         ),
     ] = None,
     as_json: Json = False,
@@ -52,11 +67,13 @@ def join(
     from polyclinic.deploy.site.message_handler import SiteMessageHandler
     from polyclinic.deploy.site.peers import check_own_kit
 
-    config = SiteConfig.load(site)
+    config, begun = SiteConfig.load(site), time.monotonic()
 
     def log(sentence: str) -> None:
+        line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "site": config.site, "message": sentence}
+        text = f"{datetime.now():%H:%M:%S} {config.site}: {sentence}"
         with contextlib.suppress(OSError):  # a terminal that is gone, or a log on a full disk, shall not end the work
-            print_message(f"{datetime.now():%H:%M:%S} {config.site}: {sentence}")
+            print_message(json.dumps(line, ensure_ascii=False) if config.log == "json" else text)
 
     for warning in (*config_warnings(config), *check_own_kit(config)):
         log(warning)
@@ -67,6 +84,11 @@ def join(
             if not as_json:
                 out.print(Text("to approve it: polyclinic site approve SITE.yaml RECIPE"), soft_wrap=True)
             return
+
+        def is_done() -> bool:
+            late = wait is not None and not handler.begun_runs and time.monotonic() > begun + wait
+            return once and (handler.ended_runs > 0 or late)
+
         try:
             serve_site(
                 config,
@@ -75,10 +97,14 @@ def join(
                 lambda: handler.is_idle,
                 handler.largest_message,
                 handler.note_absence,
+                is_done,
             )
         except KeyboardInterrupt:
             log("stopped")
             raise typer.Exit(0) from None
+        if not handler.ended_runs:
+            log(f"no run began within {wait:g} s")
+            raise typer.Exit(NO_RUN)
 
 
 def _print_releases(handler: SiteMessageHandler, recipe: polyclinic.Recipe, as_json: bool) -> None:
@@ -100,7 +126,7 @@ def _print_releases(handler: SiteMessageHandler, recipe: polyclinic.Recipe, as_j
     prices = sorted({row.epsilon for row in rows if row.epsilon is not None})
     table.caption = Text("\n".join(f"ε of the whole run: {round_up(price)}" for price in prices))
     out.print(table)
-    out.print(Text(f"SHA-256 of the recipe: {mark}"), soft_wrap=True)
+    out.print(Text(f"SHA-256 of the recipe:\n{mark}"), soft_wrap=True)
 
 
 site_app = typer.Typer(no_args_is_help=True, help="A site's own people: approvals, key, log, scores and machine.")

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from polyclinic.config.identity import check_same_recipe
 from polyclinic.config.recipe import Recipe
-from polyclinic.core import Failure, RecipeError, Refused, RoundFailed, SiteId, StoreError, __version__
+from polyclinic.core import PROTOCOL, Failure, RecipeError, Refused, RoundFailed, SiteId, StoreError, __version__
 from polyclinic.data import DATASETS
 from polyclinic.deploy.cohort import ServerCohort, hash_terms
 from polyclinic.deploy.provisioning.peer_list import peer_keys
@@ -33,6 +33,8 @@ Peers: TypeAlias = dict[str, object]
 ReadPeers: TypeAlias = Callable[[], Peers | None]
 Fields: TypeAlias = dict[str, object]
 """The JSON fields of a reply, which the caller checks."""
+SPEAKS: Mapping[str, object] = {"version": __version__, "protocol": PROTOCOL}
+"""What every announcement says of the server. The protocol decides whether a site takes part."""
 UNFIT = "unfit"
 """Names the run that is announced to a site that does not fit, so that it can explain why."""
 FAREWELL = 30.0
@@ -232,7 +234,7 @@ class Enrolment:
     def _send_recipe(
         self, fields: Mapping[str, object], sites: Sequence[SiteId]
     ) -> Iterable[tuple[SiteId, Fields | Failure]]:
-        recipe = {"version": __version__, "recipe": recipe_for_sites(self.recipe), "seed": self.recipe.seed}
+        recipe = {**SPEAKS, "recipe": recipe_for_sites(self.recipe), "seed": self.recipe.seed}
         told = {**fields, **recipe, **_peers_field(self.read_peers())}
         return ask_sites(self.remote.engine, told, sites, self.remote.deadline) if sites else ()
 
@@ -276,7 +278,7 @@ def _begin_fields(experiment: Experiment) -> dict[str, object]:
     return {
         "purpose": "begin",
         "run": experiment.run_id(),
-        "version": __version__,
+        **SPEAKS,
         "recipe": recipe_for_sites(recipe),
         "seed": recipe.seed,
         "classes": list(dataset.classes),

@@ -13,7 +13,8 @@ import pytest
 
 from polyclinic.core.jobs import Failure
 from polyclinic.core.types import SiteId
-from polyclinic.deploy.flower.client import Disconnected, SiteConnection
+from polyclinic.deploy.flower.client import SiteConnection
+from polyclinic.deploy.flower.connection_errors import Disconnected
 from polyclinic.deploy.provisioning.certificates import encode_private_key, generate_key
 from polyclinic.deploy.site import participation
 from polyclinic.deploy.site.message_handler import MAX_IDLE_MESSAGE, MAX_MESSAGE, SiteMessageHandler

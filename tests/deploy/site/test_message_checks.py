@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from polyclinic.core import PROTOCOL, __version__
 from polyclinic.deploy.site.message_handler import MOST_RUNS, SiteMessageHandler
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.runs.experiment import Experiment
@@ -75,7 +77,8 @@ def test_orders_with_wrong_values_are_refused(name: str, begun: tuple[SiteMessag
 
 
 BEGINNINGS: dict[str, list[Any]] = {
-    "version": ["0.0.0", None, 1],
+    "version": [None, 1],
+    "protocol": [PROTOCOL + 1, f"{PROTOCOL}", None],
     "recipe": [
         "",
         "a: [",
@@ -113,11 +116,24 @@ def test_beginnings_with_wrong_values_are_refused(
     assert not any("Traceback" in line for line in desk.site_log.read_lines())
 
 
-def test_a_version_of_another_day_is_named_with_both_numbers(home: Path) -> None:
+def test_the_protocol_decides_and_another_version_alone_does_not(home: Path) -> None:
     desk = ApprovingHandler(config(home, "hill", "version"))
-    why = refusal(said(desk.answer_message(asked("enrol", "hill", recipe(), {"version": "0.0.9"}))))
-    assert "0.0.9" in why
-    assert "install the same on both" in why
+    assert "card" in said(desk.answer_message(asked("enrol", "hill", recipe(), {"version": "0.0.9"})))
+    why = refusal(said(desk.answer_message(asked("enrol", "hill", recipe(), {"version": "9.9", "protocol": 77}))))
+    assert all(word in why for word in ("9.9", "77", __version__, "install the same on both"))
+
+
+def test_a_recipe_of_another_version_is_read_as_written_or_refused(home: Path) -> None:
+    """A key that this version does not know is refused; one that the server did not know has its default."""
+    desk = ApprovingHandler(config(home, "hill", "other recipes"))
+    whole = yaml.safe_load(recipe().to_yaml())
+    for name, changed, taken in (
+        ("an older server", {key: value for key, value in whole.items() if key != "max_norm"}, True),
+        ("a newer server", whole | {"novelty": 1}, False),
+        ("other words", whole | {"rounds": "5"}, False),
+    ):
+        reply = said(desk.answer_message(asked("enrol", "hill", recipe(), {"recipe": yaml.safe_dump(changed)})))
+        assert ("card" in reply) == taken, (name, reply)
 
 
 @pytest.mark.parametrize("data", [b"", b"PCL1", pickle.dumps({"a": 1}), b"\x93NUMPY", b"\0" * 400, b"{}"])

@@ -5,15 +5,14 @@ this is not `flower-supernode`.
 """
 
 import json
-import socket
+import random
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from email.utils import parsedate_to_datetime
+from datetime import UTC, datetime
 from pathlib import Path
-from urllib.parse import quote
 
 import httpx
 from flwr.common.constant import HEARTBEAT_MIN_INTERVAL
@@ -21,13 +20,14 @@ from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
+from flwr.supercore.protobuf.client import ProtobufRequestContext
 from flwr.supernode.fleet_http_client import FleetHttpClient
-from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from polyclinic.core import EngineError, StoreError, __version__
-from polyclinic.deploy.flower.gateway import MESSAGE_NAME, NAMES, NEXT_MESSAGE, PIECE_BYTES, REPLY, VERSION
-from polyclinic.deploy.provisioning.certificates import read_private_key
+from polyclinic.core import EngineError, StoreError
+from polyclinic.deploy.flower.connection_errors import Disconnected, explain_status, explain_transport_error
+from polyclinic.deploy.flower.gateway import MESSAGE_NAME, NEXT_MESSAGE, PIECE_BYTES, REPLY
+from polyclinic.deploy.flower.request_headers import IdentityInterceptor, ServerClock, SigningInterceptor
+from polyclinic.deploy.provisioning.certificates import check_site_files, read_private_key
 from polyclinic.storage import messages
 from polyclinic.storage.files import write_json
 
@@ -39,30 +39,18 @@ READ_SECONDS = 60.0
 """How long a transfer may pause."""
 HEARTBEAT_SECONDS = HEARTBEAT_MIN_INTERVAL
 """A site that is silent for twice as long counts as away. Flower accepts no shorter interval."""
-MAX_CLOCK_LEAD = 5
-"""Seconds that a site's clock may be ahead before Flower rejects its signatures."""
-TLS_PROBLEMS = {
-    9: "the server's certificate is not valid yet; set this machine's clock",
-    10: "the server's certificate has expired; ask the coordinator to run `polyclinic provision rotate KITS server`",
-    18: "the server's certificate is not of the CA in this kit; ask the coordinator for the right ca.crt",
-    19: "the server's certificate is not of the CA in this kit; ask the coordinator for the right ca.crt",
-    20: "the server's certificate is not of the CA in this kit; ask the coordinator for the right ca.crt",
-    62: "the server's certificate is for another host name; write the server's own name in site.yaml",
-    64: "the server's certificate is for another address; write the server's own address in site.yaml",
-}
-
-
-class Disconnected(Exception):  # noqa: N818
-    """There is no connection at the moment; trying again may help."""
+AWAY_SECONDS = 5.0
+"""The longest pause between two tries while the server is merely away."""
 
 
 class SiteConnection:
-    """Connects a site to the server, and reconnects after every interruption.
+    """Connects a site to the server, and reconnects after every interruption, whatever its reason.
 
     Args:
         server: The server's address, HOST:PORT.
         authority: The file of the federation's certificate authority; None connects without TLS.
-        key: The file of the site's private key, with which every request is signed.
+        key: The file of the site's private key, with which every request is signed. Both files are read again before
+            every new connection, so that they can be replaced while the site runs.
         folder: Where the number of the current node is kept.
         answer: Turns a message into a reply. It never raises, and answering a message twice has no further effect.
         report: Is called with a sentence whenever the state of the connection changes.
@@ -70,6 +58,8 @@ class SiteConnection:
         names: The names of federation and site in site.yaml, which the server compares with the owner of the key.
         largest_message: The most bytes of a message that the site takes at the moment.
         note_absence: Is called whenever the connection was interrupted, or a reply came too late.
+        call_people: Is called with a sentence when somebody has to mend something.
+        retry: The longest pause in seconds between two tries while somebody has to mend something.
     """
 
     def __init__(
@@ -82,42 +72,76 @@ class SiteConnection:
         report: Callable[[str], None] = lambda _: None,
         is_idle: Callable[[], bool] = lambda: False,
         names: tuple[str, str] | None = None,
+        call_people: Callable[[str], None] = lambda _: None,
+        retry: float = 300.0,
         largest_message: Callable[[], int] = lambda: MAX_MESSAGE_BYTES,
         note_absence: Callable[[], None] = lambda: None,
     ) -> None:
-        self.largest_message, self.note_absence = largest_message, note_absence
         self.server, self.folder, self.report, self.is_idle = server, folder, report, is_idle
+        self.authority, self.key, self.names = authority, key, names
+        self.answer, self.secure, self.call_people, self.retry = answer, authority is not None, call_people, retry
+        self.largest_message, self.note_absence = largest_message, note_absence
         self.stop = threading.Event()
-        private = read_private_key(key)
+        self.clock = ServerClock(report)
+        self.certificate_end: datetime | None = None
+        """Until when the server's certificate is valid, once there was a connection with TLS."""
+        self._open_client()
+
+    def _open_client(self) -> None:
+        """Read key and authority from their files, and make an HTTP client of them."""
+        private = read_private_key(self.key)
         public = private.public_key()
         self.client = _BoundedClient.from_server_address(
-            server,
-            authority is None,
-            None if authority is None else authority.read_bytes(),
-            [_IdentityInterceptor(names), NodeAuthHttpInterceptor(private, public)],
+            self.server,
+            self.authority is None,
+            None if self.authority is None else self.authority.read_bytes(),
+            [IdentityInterceptor(self.names), SigningInterceptor(private, self.clock, self._read_certificate)],
         )
         self.public = public_key_to_bytes(public)
-        self.answer, self.secure = answer, authority is not None
 
     def serve_forever(self) -> None:
         """Answer messages until `stop` is set, then close the connection. Can be called once."""
-        reported, wait, was_connected = "", 1.0, False
-        with self.client:
-            while not self.stop.is_set():
-                try:
-                    with self._stay_connected():
-                        self.report(f"connected to {self.server}")
-                        reported, wait, was_connected = "", 1.0, True
-                        while not self.stop.is_set():
-                            self._answer_next_message()
-                except Disconnected as reason:
-                    self.note_absence()
-                    is_over = was_connected and self.is_idle()
-                    sentence = f"{self.server} has closed; waiting for the next run" if is_over else str(reason)
-                    if sentence != reported:
-                        self.report(reported := sentence)
-                    self.stop.wait(wait)
-                    wait = min(wait * 1.5, 5.0)
+        patience = _Patience(self.retry)
+        was_connected = False
+        while not self.stop.is_set():
+            try:
+                with self.client, self._stay_connected():
+                    self.report(f"{patience.describe_recovery()}connected to {self.server}")
+                    patience, was_connected = _Patience(self.retry), True
+                    while not self.stop.is_set():
+                        self._answer_next_message()
+            except Disconnected as reason:
+                self.note_absence()
+                is_over = was_connected and not reason.needs_people and self.is_idle()
+                sentence = f"{self.server} has closed; waiting for the next run" if is_over else str(reason)
+                self._report_trouble(sentence, reason.needs_people, patience)
+            self._reopen_client(patience)
+
+    def _report_trouble(self, sentence: str, needs_people: bool, patience: "_Patience") -> None:
+        """Report a trouble once, and pause until the next try."""
+        if patience.is_news(sentence, needs_people):
+            again = f"; this site tries again by itself, every {_format_seconds(self.retry)} at the latest"
+            self.report(sentence + again * needs_people)
+            if needs_people:
+                self.call_people(sentence)
+        self.stop.wait(patience.next_pause(needs_people))
+
+    def _reopen_client(self, patience: "_Patience") -> None:
+        """Read the files of key and authority again until they can be used, and make a new client of them."""
+        while not self.stop.is_set():
+            try:
+                if self.authority is not None:
+                    check_site_files(self.authority, self.key)
+                self._open_client()
+                return
+            except (EngineError, OSError, ValueError) as error:  # perhaps they are just being replaced
+                self._report_trouble(f"{error}", True, patience)
+
+    def _read_certificate(self, response: httpx.Response) -> None:
+        """Note until when the server's certificate is valid."""
+        with suppress(KeyError, AttributeError, ValueError, TypeError):
+            shown = response.extensions["network_stream"].get_extra_info("ssl_object").getpeercert()
+            self.certificate_end = datetime.fromtimestamp(ssl.cert_time_to_seconds(shown["notAfter"]), UTC)
 
     @contextmanager
     def _stay_connected(self) -> Iterator[None]:
@@ -211,13 +235,13 @@ class SiteConnection:
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Raise `Disconnected` for errors where retrying may help, and `EngineError` where somebody must act."""
+        """Raise `Disconnected` for every error of a request, with a sentence that says what is wrong."""
         try:
             yield
         except httpx.HTTPStatusError as error:
-            raise _explain_status(error.response, self.server) from None
+            raise explain_status(error.response, self.server) from None
         except httpx.TransportError as error:
-            raise _explain_transport_error(error, self.server, self.secure) from None
+            raise explain_transport_error(error, self.server, self.secure) from None
         except (ValueError, KeyError) as error:
             raise Disconnected(
                 f"a message was lost on the way ({type(error).__name__}); the server will send it again"
@@ -257,58 +281,31 @@ class _Pieces:
             yield bytes(self.data[start : start + PIECE_BYTES])
 
 
-class _IdentityInterceptor:
-    """Adds to every request the version of polyclinic and the names in site.yaml."""
+class _Patience:
+    """How long to wait before the next try: longer from try to try, and longest where people have to mend something."""
 
-    def __init__(self, names: tuple[str, str] | None) -> None:
-        self.headers = {VERSION: __version__}
-        if names is not None:
-            self.headers[NAMES] = "/".join(quote(name, safe="") for name in names)
+    def __init__(self, longest: float) -> None:
+        self.longest, self.wait, self.since = longest, 1.0, time.monotonic()
+        self.reported, self.needed_people = "", False
 
-    def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
-        context.request.headers.update(self.headers)
-        return call_next(context)
+    def is_news(self, sentence: str, needs_people: bool) -> bool:
+        """Whether this trouble is another one than before."""
+        if needs_people and not self.needed_people:
+            self.since, self.needed_people = time.monotonic(), True
+        news, self.reported = sentence != self.reported, sentence
+        return news
 
+    def next_pause(self, needs_people: bool) -> float:
+        """Seconds until the next try; never the same for many sites at once."""
+        longest = self.longest if needs_people else min(self.longest, AWAY_SECONDS)
+        pause, self.wait = min(self.wait, longest), min(self.wait * 1.5, longest)
+        return pause * random.uniform(0.8, 1.0)
 
-def _explain_status(response: httpx.Response, server: str) -> Exception:
-    with suppress(ValueError, KeyError, TypeError):
-        return EngineError(f"{server} refuses this site: {response.json()['polyclinic']}")
-    ahead = _clock_skew(response)
-    if response.status_code == 401 and ahead is not None and not -300 < ahead < MAX_CLOCK_LEAD:
-        return EngineError(
-            f"this machine's clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the server's; "
-            "set both by NTP"
-        )
-    if response.status_code == 412:
-        return Disconnected(
-            f"{server} still counts another process of this site as connected; is one running? trying again"
-        )
-    return Disconnected(f"{server} no longer knows this connection ({response.status_code}); connecting anew")
+    def describe_recovery(self) -> str:
+        """The beginning of the sentence about a connection: how long something had to be mended, if so."""
+        seconds = time.monotonic() - self.since
+        return f"mended after {_format_seconds(seconds)}: " if self.needed_people else ""
 
 
-def _clock_skew(response: httpx.Response) -> float | None:
-    """Seconds by which this machine's clock is ahead of the server's; None if the server sent no date."""
-    try:
-        return time.time() - parsedate_to_datetime(response.headers["date"]).timestamp()
-    except (KeyError, ValueError):
-        return None
-
-
-def _explain_transport_error(error: httpx.TransportError, server: str, secure: bool) -> Exception:
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ssl.SSLCertVerificationError):
-            other = f"the server's certificate is not trusted ({cause.verify_message})"
-            return EngineError(f"{server}: {TLS_PROBLEMS.get(cause.verify_code, other)}")
-        if isinstance(cause, socket.gaierror):
-            return Disconnected(
-                f"{server}: no such host is known here; check `server` in site.yaml, and DNS; trying again"
-            )
-        if isinstance(cause, ssl.SSLError) and cause.reason == "WRONG_VERSION_NUMBER":
-            return EngineError(f"{server} does not speak TLS; check host and port in site.yaml")
-        cause = cause.__cause__ or cause.__context__
-    if isinstance(error, httpx.RemoteProtocolError) and not secure:
-        return Disconnected(f"{server} hangs up; if it speaks TLS, set insecure: false in site.yaml; trying again")
-    return Disconnected(
-        f"{server} cannot be reached ({type(error).__name__}); is it running, and its port open? trying again"
-    )
+def _format_seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from polyclinic.core import SiteId
+from polyclinic.core import SiteId, __version__
 from polyclinic.deploy.flower.connections import Connection, ConnectionLimits
 from polyclinic.deploy.flower.message_queue import MessageQueue, QueuedMessage, ReplyUpload
 
@@ -38,7 +38,8 @@ OPEN_PATHS = frozenset(
     [NEXT_MESSAGE, REPLY, *(FLEET + name for name in ("activate-node", "deactivate-node", "send-node-heartbeat"))]
 )
 KEY, TIMESTAMP, SIGNATURE = "flwr-public-key", "flwr-timestamp", "flwr-signature"
-VERSION, NAMES, MESSAGE_NAME = "polyclinic-version", "polyclinic-names", "polyclinic-message"
+NAMES, MESSAGE_NAME = "polyclinic-names", "polyclinic-message"
+PROTOCOL_HEADER, VERSION = "polyclinic-protocol", "polyclinic-version"
 MAX_CLOCK_LEAD, MAX_SIGNATURE_AGE = 5.0, 305.0
 """Seconds by which the signed time may be ahead of or behind the server's clock, as Flower has it."""
 MAX_REQUEST_BYTES = 64 << 10
@@ -53,6 +54,11 @@ SITE_REQUESTS_PER_SECOND, BURST_SECONDS = 50.0, 2.0
 """Of one site on average, and for how long more of them may come at once; those beyond wait."""
 HOLD_SECONDS = 10.0
 """How long a request for work is held open while there is none, so that no site needs to ask often."""
+REVOKED: Refusal = (
+    403,
+    "a key that is not registered",
+    "its key is not registered, or was revoked; ask for a new kit",
+)
 TOO_LARGE: Refusal = 413, "a request that is too large", "a request is larger than the server takes"
 
 
@@ -62,7 +68,7 @@ class Gateway:
     Args:
         app: Flower's ASGI application, which keeps account of the sites that are connected.
         keys: The site of each registered public key.
-        version: The version of polyclinic that every site must run.
+        protocol: The number of the protocol that every site must speak (`polyclinic.core.PROTOCOL`).
         messages: What waits for sites, and their replies.
         limits: The limits on connections, which make a difference between those of sites and others.
         refused: Is called with the site ("" for an unknown caller) and the reason of every refused request.
@@ -74,7 +80,7 @@ class Gateway:
         self,
         app: ASGIApp,
         keys: Mapping[bytes, SiteId],
-        version: str,
+        protocol: int,
         messages: MessageQueue,
         limits: ConnectionLimits,
         refused: Callable[[SiteId, str], None],
@@ -83,8 +89,10 @@ class Gateway:
     ) -> None:
         self.former = former or {}
         self.app, self.keys, self.federation = app, keys, federation
-        self.version, self.messages, self.limits, self.refused = version, messages, limits, refused
+        self.protocol, self.messages, self.limits, self.refused = protocol, messages, limits, refused
         self.last_seen: dict[SiteId, float] = {}
+        self.versions: dict[SiteId, str] = {}
+        """The version of polyclinic that each site says it runs."""
         self.hold = HOLD_SECONDS
         self._held: dict[SiteId, asyncio.Future[bool]] = {}
         """The request for work of each site that is held open."""
@@ -129,7 +137,7 @@ class Gateway:
             await self._refuse(request, send, "", (status, f"{note}, from {connection.address}", sentence))
             return
         self.limits.mark_signed(connection, site)
-        self.last_seen[site] = time.time()
+        self.last_seen[site], self.versions[site] = time.time(), _read_version(request)
         connection.requests += 1
         try:
             await asyncio.sleep(self._excess_seconds(site))
@@ -174,6 +182,9 @@ class Gateway:
         """Send the site its next message, waiting for one; or nothing, so that it asks again."""
         message = self.messages.collect(site)
         if message is None and await self._hold_request(site):
+            if not self._is_registered(request, site):
+                await self._refuse(request, send, site, REVOKED)
+                return
             message = self.messages.collect(site)
         if message is None:
             await Response(status_code=204)(request.scope, request.receive, send)
@@ -226,31 +237,37 @@ class Gateway:
         finally:
             if not complete:
                 self.messages.drop_reply(upload)
-        if complete:
+        if complete and not self._is_registered(request, site):
+            self.messages.drop_reply(upload)
+            await self._refuse(request, send, site, REVOKED)
+        elif complete:
             self.messages.finish_reply(upload)
             await Response(status_code=204)(request.scope, request.receive, send)
         else:
             await self._refuse(request, send, site, TOO_LARGE)
 
+    def _is_registered(self, request: Request, site: SiteId) -> bool:
+        """Whether the key of a request is still the site's: it may have been revoked while the request was open."""
+        return self.keys.get(_read_key(request)) == site
+
     def _find_stranger_problem(self, request: Request, site: SiteId) -> Refusal | None:
         """Why this caller is nobody who may make this request, judged by its method, path, key and signature."""
-        method, path = request.method, request.scope["path"]
-        if method != "POST" or path not in OPEN_PATHS:
-            return 404, f"{method[:10]} {path[:60]!r} is not open to sites", "there is nothing here"
+        if request.method != "POST" or request.scope["path"] not in OPEN_PATHS:
+            return 404, "a request for what is not open to sites", "there is nothing here"
         if not site:
-            note = self.former.get(_read_key(request), "a key that is not registered")
-            return 403, note, "its key is not registered, or was revoked; ask for a new kit"
+            status, note, sentence = REVOKED
+            return status, self.former.get(_read_key(request), note), sentence
         return _find_signature_problem(request, site)
 
     def _find_caller_problem(self, request: Request, site: SiteId) -> Refusal | None:
         """Why this site, whose signature has been verified, may not take part as it is."""
-        theirs = request.headers.get(VERSION, "")[:40]
-        if theirs != self.version:
+        if (protocol := request.headers.get(PROTOCOL_HEADER, "")[:20]) != str(self.protocol):
+            theirs, version = f"protocol {protocol or 'unknown'}", _read_version(request)
             return (
                 403,
-                f"it runs polyclinic {theirs!r}, not {self.version}",
-                f"the server runs polyclinic {self.version}, this site {theirs or 'another program'}; install the "
-                "server's version",
+                f"it speaks {theirs!r} (polyclinic {version!r}), not {self.protocol}",
+                f"the server runs polyclinic {__version__} with protocol {self.protocol}, this site "
+                f"{version or 'another program'} with {theirs}; install the server's version",
             )
         return self._find_name_problem(request.headers.get(NAMES, "")[:2000], site)
 
@@ -299,6 +316,10 @@ def _parse_key(key: bytes) -> ec.EllipticCurvePublicKey:
     if not isinstance(found, ec.EllipticCurvePublicKey):
         raise ValueError("not an elliptic curve's key")
     return found
+
+
+def _read_version(request: Request) -> str:
+    return request.headers.get(VERSION, "")[:40]
 
 
 def _read_key(request: Request) -> bytes:

@@ -105,8 +105,13 @@ class MessageQueue:
         return ReplyUpload(message)
 
     def finish_reply(self, upload: ReplyUpload) -> None:
-        """A reply has arrived completely."""
-        self._replies.put(upload)
+        """A reply has arrived completely. If nobody waits for it any more, it is deleted."""
+        with self._lock:
+            expected = upload.message.name in self.messages
+        if expected:
+            self._replies.put(upload)
+        else:
+            upload.close()
 
     def drop_reply(self, upload: ReplyUpload) -> None:
         """A reply was cut off; the site may send it again."""

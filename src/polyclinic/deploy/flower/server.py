@@ -30,7 +30,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.superlink.main import create_app
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from polyclinic.core import EngineError, Failure, Refused, SiteId, __version__
+from polyclinic.core import PROTOCOL, EngineError, Failure, Refused, SiteId
 from polyclinic.deploy.flower.connections import Connection, ConnectionLimits, raise_descriptor_limit
 from polyclinic.deploy.flower.gateway import Gateway
 from polyclinic.deploy.flower.message_queue import MessageQueue
@@ -77,6 +77,8 @@ class FlowerEngine:
 
     def __init__(self, link: MessageLink, patience: float = 30.0) -> None:
         self.link, self.patience = link, patience
+        self.report: Callable[[str], None] = lambda _: None
+        """Is called with a sentence when a message is sent again."""
         self.away: dict[SiteId, float] = {}
         """When each absent site was first missed; kept from one exchange to the next."""
 
@@ -116,6 +118,7 @@ class _Exchange:
         self.since: dict[SiteId, str] = {}
         """When each site had last connected at the time its message was sent."""
         self.times: Counter[SiteId] = Counter()
+        self.sent_at: dict[SiteId, float] = {}
 
     def send_message(self, site: SiteId) -> None:
         if site not in self.here:
@@ -124,6 +127,7 @@ class _Exchange:
         name = self.engine.link.send_message(site, message_parts(self.sent, site))
         self.asked[name], self.since[site] = site, self.here[site]
         self.times[site] += 1
+        self.sent_at[site] = time.monotonic()
         self.mark_back(site)
 
     def mark_away(self, site: SiteId) -> None:
@@ -157,7 +161,16 @@ class _Exchange:
                 self.forget_site(site)
                 yield site, Failure("dead", f"it went away {MAX_ATTEMPTS} times while at work on this")
             else:
+                self.report_repetition(site)
                 self.send_message(site)
+
+    def report_repetition(self, site: SiteId) -> None:
+        """Say why a round takes longer than usual: a site that had its message has begun anew."""
+        if site in self.sent_at:
+            lost = time.monotonic() - self.sent_at[site]
+            self.engine.report(
+                f"{site} went away while at work and is back: it gets the message of {lost:.0f} s ago once more"
+            )
 
     def unanswered_sites(self) -> list[SiteId]:
         return list(dict.fromkeys([*self.asked.values(), *self.absent]))
@@ -208,7 +221,7 @@ class SuperLink:
         former = {public_key_to_bytes(key): whose for key, whose in self.revoked}
         self.limits = ConnectionLimits(len(known), raise_descriptor_limit(), self.refused)
         self.messages = MessageQueue()
-        self.gate = Gateway(app, known, __version__, self.messages, self.limits, self.refused, self.federation, former)
+        self.gate = Gateway(app, known, PROTOCOL, self.messages, self.limits, self.refused, self.federation, former)
         self._start_http_server()
         return self
 
@@ -218,6 +231,16 @@ class SuperLink:
 
     def connected_sites(self) -> list[SiteId]:
         return list(self.connected_since())
+
+    def registered_sites(self) -> list[SiteId]:
+        """The sites whose key is registered now, in the federation's order."""
+        registered = set(self.gate.keys.values())
+        return [site for site in self.nodes if site in registered]
+
+    def reload_certificate(self, certificate: Path, key: Path) -> None:
+        """Show another certificate from the next connection on."""
+        if self.server.config.ssl is not None:
+            self.server.config.ssl.load_cert_chain(certificate, key)
 
     def send_message(self, site: SiteId, parts: tuple[bytes, ...]) -> str:
         return self.messages.put(site, parts)

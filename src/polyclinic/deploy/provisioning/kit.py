@@ -72,6 +72,8 @@ def build_site_kit(
         "start": START_SITE,
         "container_command": '["join", "site.yaml"]',
         "service_command": "join site.yaml",
+        "service_folders": "state",
+        "capability": "",
     }
     return {
         "site.yaml": _render_text("site.yaml", words),
@@ -103,8 +105,10 @@ def build_server_kit(
         "key": "server.key",
         "other_commands": "RECIPE --out FOLDER    plays a recipe between the sites (`polyclinic serve`)",
         "start": 'exec .venv/bin/polyclinic serve server.yaml "$@"',
-        "container_command": '["serve", "server.yaml", "recipe.yaml", "--out", "run"]',
-        "service_command": "serve server.yaml recipe.yaml --out run",
+        "container_command": '["serve", "server.yaml", "recipes", "--out", "runs"]',
+        "service_command": "serve server.yaml recipes --out runs",
+        "service_folders": "state recipes",
+        "capability": "CAP_NET_BIND_SERVICE",
     }
     return {
         "server.yaml": render_server_yaml(federation, sites),

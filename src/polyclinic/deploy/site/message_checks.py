@@ -12,7 +12,7 @@ from functools import lru_cache
 import yaml
 
 from polyclinic.config.recipe import Recipe
-from polyclinic.core import RecipeError, Refused, SiteId, __version__
+from polyclinic.core import PROTOCOL, RecipeError, Refused, SiteId, __version__
 from polyclinic.data.splits import PARTS
 from polyclinic.deploy.site.participation import RunTerms
 from polyclinic.federation.site_runner import ORDER
@@ -41,10 +41,16 @@ def read_run_id(fields: Mapping[str, object]) -> str:
 
 
 def read_recipe(fields: Mapping[str, object], site: SiteId) -> Recipe:
-    """The recipe in a message; raises `Refused` unless the server runs this site's version of polyclinic."""
-    if (theirs := _read_text(fields, "version", 40)) != __version__:
+    """The recipe in a message; raises `Refused` unless the server speaks this site's protocol.
+
+    A server of another version may write a recipe, if it means the same here.
+    """
+    version = _read_text(fields, "version", 40)
+    if (theirs := fields.get("protocol")) != PROTOCOL:
         raise Refused(
-            "version", f"the server runs polyclinic {theirs!r}, {site} {__version__!r}; install the same on both"
+            "version",
+            f"the server speaks protocol {messages.format_untrusted(theirs)} (polyclinic {version!r}), {site} "
+            f"{PROTOCOL} (polyclinic {__version__!r}); install the same on both",
         )
     recipe = _parse_recipe(_read_text(fields, "recipe", MAX_RECIPE_LENGTH))
     if fields.get("seed") != recipe.seed:
@@ -61,11 +67,21 @@ def _parse_recipe(text: str) -> Recipe:
         values = yaml.safe_load(text)
         if not isinstance(values, dict):
             raise Refused("recipe", "the recipe holds no keys")
-        return Recipe.from_values(values)
+        recipe = Recipe.from_values(values)
+        if not _is_within(values, yaml.safe_load(recipe.to_yaml())):
+            raise Refused("recipe", "the recipe is read otherwise here than written; install the server's version")
+        return recipe
     except (yaml.YAMLError, ValueError, RecursionError):
         raise Refused("recipe", "the recipe cannot be read as YAML") from None
     except RecipeError as error:  # all it can quote is what the server wrote
         raise Refused("recipe", str(error)) from None
+
+
+def _is_within(written: object, read: object) -> bool:
+    """Whether everything that the server wrote was read as written; what it did not know of has its default here."""
+    if isinstance(written, dict) and isinstance(read, dict):
+        return all(key in read and _is_within(value, read[key]) for key, value in written.items())
+    return written == read
 
 
 def _check_yaml_size(text: str) -> None:

@@ -64,6 +64,8 @@ class SiteMessageHandler:
         self.config, self.site, self.report = config, config.site, report
         self.is_idle = True
         """Whether the site takes part in no run at the moment."""
+        self.begun_runs = self.ended_runs = 0
+        """How often this process has taken part in a run, and has heard that one is over."""
         self.keys = SiteKeys(config.folder)
         self.peers = load_peers(config, self._write_log)
         """The other sites' keys and this site's own; None without the files of a kit, as in a rehearsal."""
@@ -136,6 +138,7 @@ class SiteMessageHandler:
         if purpose not in purposes:
             raise Refused("purpose", f"{messages.format_untrusted(purpose)} is nothing that a site does")
         reply = purposes[purpose](message, data)
+        self.begun_runs += self.is_idle and purpose in ("begin", "train", "evaluate")
         self.is_idle = purpose in ("enrol", "end")
         return reply
 
@@ -199,6 +202,7 @@ class SiteMessageHandler:
         kept, book = self._run_folder(run) / f"last-{purpose}", self._open_book(part)
         book.check(order, was_away=run not in self._attended)
         former, cohort = _cached_reply(kept, order.digest), self._check_cohort(run, order.round, fields)
+        is_new = former is None
         if former is None:
             part.check_order(message)
             answer = part.train(message) if purpose == "train" else self._evaluate(part, message)
@@ -210,7 +214,7 @@ class SiteMessageHandler:
             if answer.fields.get(FIELD) != signed:  # the order was repeated with statements of other sites
                 answer, former = messages.Message({**answer.fields, FIELD: signed}, answer.tensors), None
         reply = former or messages.encode(answer.fields, answer.tensors)
-        if former is None:
+        if is_new:
             book.record(order)
             failpoint("order-recorded")
         self._attended.add(run)
@@ -272,6 +276,7 @@ class SiteMessageHandler:
 
     def _handle_end(self, message: messages.Message, _: bytes) -> bytes:
         run = read_run_id(message.fields)
+        self.ended_runs += (self._run_folder(run) / "begin.pcl").exists()
         if self._open is not None and self._open.terms.run == run:
             self._open = None
         self._clear_run_folder(self._run_folder(run))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from polyclinic.core import EngineError, Refused
 from polyclinic.deploy.provisioning.certificates import (
+    Certificate,
     encode_public_openssh,
     key_fingerprint,
     read_certificate,
@@ -34,12 +35,28 @@ class SitePeers:
         assert config.key is not None
         self.config, self.report = config, report
         self._authority = read_certificate(config.ca)
-        self.signer = SiteSigner(config.site, read_private_key(config.key))
+        self._signer = SiteSigner(config.site, read_private_key(config.key))
         self._list = PeerList(config.federation, 0, {})
         if (kit := config.ca.with_name(PEERS)).exists():
             self._list = self._newer(_read_list(kit))
         with suppress(Refused):  # of an authority that was replaced since
             self._list = self._newer(_read_list(config.folder / PEERS))
+
+    @property
+    def signer(self) -> SiteSigner:
+        """What signs with this site's private key, which may have been replaced since the site started."""
+        with suppress(EngineError):  # the files may just be being replaced
+            assert self.config.key is not None
+            self._signer = SiteSigner(self.config.site, read_private_key(self.config.key))
+        return self._signer
+
+    @property
+    def authority(self) -> Certificate:
+        """The certificate of the federation's authority, which may have been replaced, too."""
+        with suppress(EngineError):
+            assert self.config.ca is not None
+            self._authority = read_certificate(self.config.ca)
+        return self._authority
 
     @property
     def keys(self) -> PeerKeys:
@@ -60,7 +77,7 @@ class SitePeers:
         self._list = found
 
     def _newer(self, values: object) -> PeerList:
-        found = verify_peers(values, self._authority, self.config.federation)
+        found = verify_peers(values, self.authority, self.config.federation)
         return found if found.version > self._list.version else self._list
 
 
