@@ -19,7 +19,7 @@ from polyclinic.core.types import SiteId
 from polyclinic.deploy.provisioning import certificates
 from polyclinic.deploy.provisioning.provision import rotate_server, rotate_site
 from polyclinic.storage.run_folder import RunFolder
-from tests.deploy.example_sites import SITES, recipe, simulation
+from tests.deploy.example_sites import SITES, approve, recipe, simulation
 from tests.deploy.real_processes import Process, Ward, forking, furnish
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="forks processes")
@@ -45,6 +45,8 @@ def test_whatever_others_mend_a_site_comes_back_by_itself(ward: Ward) -> None:
     that were started once play it to its end, in the bits of the simulation."""
     folder, found = ward.folder, recipe(rounds=12)
     (folder / "recipes" / "run.yaml").write_text(found.to_yaml())
+    for site in SITES:
+        approve(folder / "at" / site / "state", found)
     (folder / "recipes" / "0.yaml").write_text("name: broken\nrounds: none\n")
     server = serve(ward, protocol=77)
     join(ward, "harbour", ahead=10.0)

@@ -155,7 +155,7 @@ class ClusterSection(ClosedSection):
 
 class EvaluateSection(ClosedSection):
     every: int = Field(1, ge=0)
-    bootstrap: int = Field(1000, ge=0)
+    bootstrap: int = Field(1000, ge=0, le=100_000)
     train: bool = True
     """Also predict the training images after the last round, which gives the generalisation gap."""
     forgetting: bool = False

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Literal
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -35,6 +35,7 @@ from polyclinic.core import (
     Update,
     failpoint,
 )
+from polyclinic.evaluation.rows import CostRow
 from polyclinic.federation.engines import Answer, Engine
 from polyclinic.federation.mailbox import Outbox, in_site_order
 from polyclinic.federation.privacy_budget import PrivacyBudget
@@ -63,6 +64,10 @@ Watch = Callable[[str, Mapping[str, Any]], None]
 PLATEAU_THRESHOLD = 1e-4
 """The share by which a loss must fall to count as better for the plateau schedule, as in torch."""
 LOWER_IS_BETTER = ("loss", "ece")
+EVALUATION_PATIENCE, EVALUATION_ROUNDS = 600.0, 10.0
+"""The final evaluation between real sites waits so many seconds, and as long as so many of the longest round, unless a
+deadline is set."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,15 @@ class Outcome:
     stopped_early: bool
     budget_exhausted: bool = False
     memory_rounds: Mapping[SiteId, int] = field(default_factory=dict)
+
+
+class ReadAnswer(NamedTuple, Generic[T]):
+    """A site's reply after the last round, decoded and checked."""
+
+    fields: Mapping[str, Any]
+    answer: T
+    withheld: str = ""
+    """Why the site tells nothing."""
 
 
 @dataclass
@@ -404,10 +418,32 @@ class Rounds:
         )
 
     def collect_predictions(
-        self, outcome: Outcome, parts: list[Part], extra_tensors: Bundle | None = None, tolerant: bool = False
+        self, outcome: Outcome, parts: list[Part], extra_tensors: Bundle | None = None
     ) -> dict[SiteId, Bundle]:
-        """Return what each site predicts after the last round, by `model|part`, with the final models and with the
-        models in `extra_tensors`. `tolerant`: leave out sites that fail, rather than end the run."""
+        """Return what each site of a simulation predicts after the last round, by `model|part`, with the final models
+        and with those in `extra_tensors`."""
+
+        def read(_: SiteId, reply: bytes | messages.Message) -> ReadAnswer[Bundle]:
+            message = reply if isinstance(reply, messages.Message) else messages.decode(reply)
+            predictions = message.tensors.get("predictions", {})
+            return ReadAnswer(message.fields, split_predictions(predictions, len(self.federation.classes)))
+
+        return self.evaluate_sites(outcome, parts, read, extra_tensors)
+
+    def evaluate_sites(
+        self,
+        outcome: Outcome,
+        parts: list[Part],
+        read: Callable[[SiteId, bytes | messages.Message], ReadAnswer[T]],
+        extra_tensors: Bundle | None = None,
+        withheld: dict[SiteId, str] | None = None,
+    ) -> dict[SiteId, T]:
+        """Ask every site for its evaluation of the final models, and of the models in `extra_tensors`.
+
+        `read` decodes and checks a site's reply, or raises `Refused`. With `withheld`, a site that fails, is refused or
+        stays silent is left out, and noted there with the reason, as is one that tells nothing; without it, the run
+        ends.
+        """
         round, began, log = outcome.rounds + 1, time.perf_counter(), RoundLog()
         sites = [s for s in self.federation.sites if s != POOLED]
         self.journal.charge_round(round, sites)
@@ -416,26 +452,36 @@ class Rounds:
         )
         if extra_tensors:
             outbox.tensors = lambda site: {**self.algorithm.broadcast(outcome.state, site), **extra_tensors}
-        found: dict[SiteId, Bundle] = {}
-        arrivals = self.engine.exchange(round, outbox, self.rules.deadline)
-        for site, reply in in_site_order(arrivals, sites, lambda *_: None):
+        found: dict[SiteId, T] = {}
+        deadline = self.rules.deadline if withheld is None else self._evaluation_deadline()
+        for site, reply in in_site_order(self.engine.exchange(round, outbox, deadline), sites, lambda *_: None):
             outbox.take(site)
-            if isinstance(reply, Failure):
-                log.add(site, outcome=reply.kind, why=reply.sentence)
-                self.watch("evaluated", {"site": site, **log.sites[site].to_json()})
-                if tolerant:
-                    continue
-                raise RoundFailed(f"site {site} could not be evaluated: {reply.sentence}")
-            self.watch("evaluated", {"site": site})
             try:
-                message = reply if isinstance(reply, messages.Message) else messages.decode(reply)
-                check_address(message.fields, self.rules.run, round, site)
-                found[site] = split_predictions(message.tensors.get("predictions", {}), len(self.federation.classes))
+                if isinstance(reply, Failure):
+                    raise Refused(reply.kind, reply.sentence)
+                answer = read(site, reply)
+                check_address(answer.fields, self.rules.run, round, site)
             except Refused as refusal:
-                raise RoundFailed(f"site {site} could not be evaluated: {refusal}") from refusal
-            log.add(site, down=outbox.sizes[site], up=messages.message_size(reply))
+                failure = reply if isinstance(reply, Failure) else Failure("refused", str(refusal))
+                log.add(site, outcome=failure.kind, why=failure.sentence)
+                self.watch("evaluated", {"site": site, **log.sites[site].to_json()})
+                if withheld is None:
+                    raise RoundFailed(f"site {site} could not be evaluated: {failure.sentence}") from None
+                withheld[site] = f"{failure.kind}: {failure.sentence}"
+                continue
+            found[site], facts = answer.answer, {}
+            if answer.withheld and withheld is not None:
+                facts = {"outcome": "withheld", "why": answer.withheld}
+                withheld[site] = answer.withheld
+            log.add(site, down=outbox.sizes[site], up=messages.message_size(reply), **facts)
+            self.watch("evaluated", {"site": site, **facts})
         self.journal.append_cost("evaluation", round, time.perf_counter() - began, log.to_json())
         return found
+
+    def _evaluation_deadline(self) -> float:
+        """Seconds that the evaluation waits for a site: no run waits for ever for figures alone."""
+        rounds = [row.seconds for row in self.journal.costs if isinstance(row, CostRow) and row.event == "round"]
+        return self.rules.deadline or max(EVALUATION_PATIENCE, EVALUATION_ROUNDS * max(rounds, default=0.0))
 
 
 def advance_progress(progress: Progress, log: RoundLog, rules: RoundOptions) -> Progress:

@@ -39,8 +39,16 @@ from polyclinic.deploy.site.message_checks import (
 from polyclinic.deploy.site.orders import Order, OrderBook, RunHistory, RunRules
 from polyclinic.deploy.site.participation import Participation, ReleasePreview, RunTerms
 from polyclinic.deploy.site.peers import load_peers
-from polyclinic.deploy.site.policy import check_approved, check_recipe, read_approvals, recipe_digest
+from polyclinic.deploy.site.policy import (
+    check_approved,
+    check_recipe,
+    check_unfinished,
+    finish_recipe,
+    read_approvals,
+    recipe_digest,
+)
 from polyclinic.deploy.site.release_log import FAILED, LOG, REFUSED, ReleaseLog, RotatingLog, timestamp
+from polyclinic.deploy.site.scores import KeptScores, describe_scores, keep_scores
 from polyclinic.federation.secure_aggregation.agreements import Agreements
 from polyclinic.federation.secure_aggregation.cohort import MASKS, PHASES
 from polyclinic.runs.masking import SiteIdentity
@@ -179,6 +187,7 @@ class SiteMessageHandler:
         if kept.exists() and self._load_terms(terms.run).digest != terms.digest:
             raise Refused("run", f"{self.site} has begun the run {terms.run} under other terms; end it first")
         if not kept.exists():
+            check_unfinished(terms.recipe_digest, self.site, read_approvals(self.config.folder))
             self.history.check_begin(self.site, self.config.allow)
         part = self._join_run(terms)
         part.check_terms()
@@ -213,9 +222,10 @@ class SiteMessageHandler:
         book.check(order, was_away=run not in self._attended)
         asked = _reply_key(order, fields)
         former, cohort = _cached_reply(kept, asked), self._check_cohort(run, order.round, fields)
+        is_new = former is None
         if former is None:
             part.check_order(message)
-            answer = part.train(message) if purpose == "train" else part.evaluate(message)
+            answer = part.train(message) if purpose == "train" else self._evaluate(part, message)
         else:
             answer = messages.decode(former)
         kinds = part.check_reply(answer)
@@ -224,8 +234,10 @@ class SiteMessageHandler:
             if answer.fields.get(FIELD) != signed:  # the order was repeated with statements of other sites
                 answer, former = messages.Message({**answer.fields, FIELD: signed}, answer.tensors), None
         reply = former or messages.encode(answer.fields, answer.tensors)
-        if former is None:
+        if is_new:
             book.record(order)
+            if purpose == "evaluate":
+                finish_recipe(self.config.folder, part.terms.recipe_digest, timestamp())
             failpoint("order-recorded")
         self._attended.add(run)
         spent = part.account.epsilon_spent() if part.account is not None and purpose == "train" else None
@@ -245,6 +257,25 @@ class SiteMessageHandler:
         purpose, round = str(fields["purpose"]), int(fields["round"])
         self.releases.record_release(reply, {MASKS: len(reply)}, run=run, round=round, purpose=purpose, epsilon=None)
         return reply
+
+    def _evaluate(self, part: Participation, message: messages.Message) -> messages.Message:
+        """Score the final models, keep the scores for the site's own people, and return what may leave of them."""
+        found, run, rounds = part.evaluate(message), read_run_id(message.fields), int(message.fields["round"]) - 1
+        kept = KeptScores(
+            run=run,
+            recipe=part.recipe.name,
+            algorithm=part.recipe.algorithm.name,
+            rounds=rounds,
+            time=timestamp(),
+            headline=found.headline,
+            scores=found.scores,
+            withheld=found.withheld,
+            predictions_sent=bool(found.tensors),
+        )
+        keep_scores(self.config.folder, kept)
+        self._write_log(describe_scores(kept))
+        fields = {"run": run, "round": message.fields["round"], "site": self.site, **found.answer}
+        return messages.Message(fields, found.tensors)
 
     def _open_book(self, part: Participation) -> OrderBook:
         run, allow = part.terms.run, self.config.allow
