@@ -50,8 +50,8 @@ from polyclinic.deploy.site.policy import (
 from polyclinic.deploy.site.release_log import FAILED, LOG, REFUSED, ReleaseLog, RotatingLog, timestamp
 from polyclinic.deploy.site.scores import KeptScores, describe_scores, keep_scores
 from polyclinic.federation.secure_aggregation.agreements import Agreements
+from polyclinic.federation.secure_aggregation.assembly import SiteIdentity
 from polyclinic.federation.secure_aggregation.cohort import MASKS, PHASES
-from polyclinic.runs.masking import SiteIdentity
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.storage import messages
 from polyclinic.storage.files import explain_os_errors, lock_folder, make_folder, write_atomically
