@@ -45,6 +45,12 @@ class SiteOutcome(Row):
     cluster: str = ""
     drift: float | None = None
     """‖w_k − w‖₂, the distance between the weights sent and the weights received."""
+    outlier: str | None = None
+    """What was done with an update that was far from the others': "scaled down", "left out" or "outvoted" …"""
+    ratio: float | None = None
+    """… and its distance from what was sent, as a multiple of the cohort's median."""
+    outlier_rounds: int = 0
+    """The rounds running in which the site was an outlier, this one included."""
     scalars: dict[str, float] = {}
     extra: list[str] = []
     """Kinds of further messages that were refused."""

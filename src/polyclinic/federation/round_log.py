@@ -1,10 +1,10 @@
 """The log of one round: what every site sent, the outcome, and the metrics it reported of the model it received."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from polyclinic.core import HELD_OUT, Refused, SiteId
-from polyclinic.evaluation.rows import SiteOutcome
+from polyclinic.evaluation.rows import CostRow, LedgerRow, SiteOutcome
 from polyclinic.federation.update_check import ReportRow, is_number
 
 
@@ -53,6 +53,15 @@ def mean_report(log: RoundLog, metric: str) -> float | None:
     rows = [r for r in reported if r["model"] == "personal"] or reported
     total = sum(r["n"] for r in rows)
     return sum(r[metric] * r["n"] for r in rows) / total if total else None
+
+
+def outlier_streaks(rows: Iterable[LedgerRow]) -> dict[SiteId, int]:
+    """Return for each site the rounds running, up to its last one, in which it was an outlier, by a run's ledger."""
+    found: dict[SiteId, int] = {}
+    for row in rows:
+        if isinstance(row, CostRow) and row.event == "round":
+            found |= {site: there.outlier_rounds for site, there in row.sites.items() if there.outcome == "accepted"}
+    return {site: rounds for site, rounds in found.items() if rounds}
 
 
 def clusters_without_updates(log: RoundLog, clusters: Mapping[SiteId, str]) -> list[str]:

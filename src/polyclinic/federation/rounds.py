@@ -45,7 +45,11 @@ from polyclinic.federation.round_log import (
     format_failure,
     mean_report,
     metric_rows,
+    outlier_streaks,
 )
+from polyclinic.federation.robust.rules import Aggregation
+from polyclinic.federation.robust.screen import Outlier, UpdateScreen
+from polyclinic.federation.robust.store import MEMORY
 from polyclinic.federation.schedules import EarlyStop, Schedule
 from polyclinic.federation.server_state import canonical_layout, check_not_mutated, device_of, version_counters
 from polyclinic.federation.update_check import ExpectedUpdate, check_address, check_update, split_predictions
@@ -80,6 +84,9 @@ class RoundOptions:
     """Evaluate where the round number is a multiple of this; 0: only at the end."""
     snapshot_every: int = 1
     max_norm: float = 1e6
+    aggregate: Aggregation = Aggregation("mean")
+    update_memory: int = MEMORY
+    """Bytes of updates kept in memory until a cohort is complete; further ones are kept on disk."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +176,7 @@ class Rounds:
         self.federation, self.algorithm, self.engine = federation, algorithm, engine
         self.rules, self.journal, self.watch, self.evaluate_held_out = rules, journal, watch, evaluate_held_out
         self.transforms, self.budget, self.server_trainer = tuple(transforms), budget, server_trainer
+        self.screen = UpdateScreen(rules.aggregate, algorithm, rules.update_memory)
         self.trainers = [POOLED] if algorithm.pooled else [s for s in federation.sites if s != POOLED]
 
     def play_all(self) -> Outcome:
@@ -186,6 +194,7 @@ class Rounds:
             )
         if self.budget is not None:
             self.budget.load_charges(self.journal.read_charges())
+        self.screen.streaks = outlier_streaks(self.journal.costs)
         while progress.round < self.rules.rounds and not progress.stopped:
             if not self.can_afford(state, progress):
                 progress = replace(progress, stopped=True, budget_exhausted=True)
@@ -226,6 +235,8 @@ class Rounds:
             round, state, cohort, progress, ["validation"] if reporting else [], log, clusters
         )
         before, versions = state, version_counters(state)
+        if self.budget is None or not self.budget.hides_drift:  # its noise at the server is priced for a plain mean
+            updates = self.screen.screen(updates, state, partial(self._record_outlier, round, log))
         if first := list(islice(updates, 1)):
             state = self.algorithm.aggregate(state, chain(_drain(first), updates))
         check_not_mutated(before, versions)
@@ -248,6 +259,10 @@ class Rounds:
         facts = {"round": round, "seconds": seconds, "stopped": progress.stopped, **means}
         self.watch("round done", {**facts, "clusters_without_updates": clusters_without_updates(log, clusters)})
         return state, progress
+
+    def _record_outlier(self, round: int, log: RoundLog, found: Outlier) -> None:
+        log.add(found.site, outlier=found.done, ratio=found.ratio, outlier_rounds=found.running)
+        self.watch("outlier", {"round": round, **asdict(found)})
 
     def _learning_rate(self, round: int, progress: Progress) -> float:
         rules = self.rules

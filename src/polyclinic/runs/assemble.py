@@ -148,4 +148,5 @@ def round_options(recipe: Recipe, run_id: str) -> RoundOptions:
         evaluate_every=recipe.evaluate.every,
         snapshot_every=recipe.snapshot_every,
         max_norm=recipe.max_norm,
+        aggregate=recipe.aggregate,
     )

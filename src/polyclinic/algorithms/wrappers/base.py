@@ -31,6 +31,8 @@ class Wrapper(Algorithm):
     broadcast = _OfInner()
     local = _OfInner()
     check_update = _OfInner()
+    averaged_kinds = _OfInner()
+    needs_single_updates = _OfInner()
     aggregate = _OfInner()
     final_state = _OfInner()
     models = _OfInner()
