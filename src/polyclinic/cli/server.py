@@ -197,7 +197,8 @@ def _sites_table(found: Status) -> Table:
         counts = map(str, (good, sum(rounds["outcomes"].values()) - good))
         state = there["state"] if found["alive"] else "–"
         table.add_row(*map(Text, [site, state, _format_age(there["seen"]), *counts, *map(_format_megabytes, sizes)]))
-    notes = [f"{site} {why}" for kind in ("absent", "last failure") for site, why in found.get(kind, {}).items()]
+    kinds = ("absent", "last failure", "outlier", "silent")
+    notes = [f"{site} {why}" for kind in kinds for site, why in found.get(kind, {}).items()]
     table.caption = Text("\n".join(notes)) if notes else None
     table.caption_justify = "left"
     return table

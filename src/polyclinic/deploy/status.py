@@ -73,6 +73,8 @@ class ServerStatus:
         self.facts: dict[str, object] = {"state": WAITING}
         self.absent: dict[SiteId, str] = {}
         self.last_failures: dict[SiteId, str] = {}
+        self.outliers: dict[SiteId, str] = {}
+        """The last sentence about each site whose update was far from the others'."""
         self.report: Callable[[str], None] = lambda _: None
         """Is called with a sentence when a site disconnects or reconnects, once all have joined."""
         self.patient = False
@@ -103,6 +105,9 @@ class ServerStatus:
         elif event == "absent":
             self.log.warning("%s did not enrol: %s: %s", info["site"], info["kind"], info["why"])
             self.absent[info["site"]] = f"{info['kind']}: {info['why']}"
+        elif event == "outlier":
+            self.log.warning("round %s: %s", info["round"], info["why"])
+            self.outliers[info["site"]] = f"round {info['round']}: {info['why']}"
         elif event in ("site", "evaluated") and info.get("outcome", "accepted") != "accepted":
             when, why = f"round {info['round']}" if event == "site" else "after the last round", info.get("why", "")
             self.log.warning("%s: %s %s: %s", when, info["site"], info["outcome"], why)
@@ -135,6 +140,7 @@ class ServerStatus:
             **self.facts,
             **({"absent": self.absent} if self.absent else {}),
             **({"last failure": self.last_failures} if self.last_failures else {}),
+            **({"outlier": self.outliers} if self.outliers else {}),
             "sites": {site: _site_presence(link, site, running) for site in self.config.sites},
             "refusals": refusals,
         }

@@ -11,7 +11,7 @@ from pathlib import Path
 from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.distillation.refine import check_public
 from polyclinic.config.recipe import Recipe
-from polyclinic.core import POOLED, Federation, SiteId, Stream
+from polyclinic.core import POOLED, Federation, Part, SiteId, Stream
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.federation.rounds import RoundOptions
 from polyclinic.federation.site_runner import SiteRunner
@@ -102,9 +102,13 @@ def assemble(
     elif algorithm.pooled:
         sites[POOLED] = pool_sites(sites)
     registered = {name: len(one.train) for name, one in sites.items()}
+    held: dict[SiteId, dict[Part, int]] = {
+        name: {"train": len(one.train), "validation": len(one.validation), "test": len(one.test)}
+        for name, one in sites.items()
+    }
     start = copy_module_weights(module) if recipe.clusters else networks.first.copy_weights()
     federation = Federation(
-        dataset.classes, registered, start, normalisation_names(module), networks.shapes.get("", ())
+        dataset.classes, registered, start, normalisation_names(module), networks.shapes.get("", ()), held
     )
     setup = RunSetup(recipe, dataset, module, networks, sites, held_out, public, federation, algorithm)
     if recipe.privacy is None:

@@ -1,9 +1,9 @@
 """The rules by which updates of a cohort are combined (recipe key `aggregate`), as functions of vectors and weights.
 
     mean          the algorithm's own mean; nothing is bounded, and updates are not kept until all have arrived
-    norm_bound    an update that moved much farther than the cohort's median is scaled to the median, or left out if it
-                  does not go the others' way (Sun, Kairouz, Suresh, McMahan: Can you really backdoor federated
-                  learning? arXiv:1911.07963, with a bound that is relative to the cohort)
+    norm_bound    the mean without updates that moved much farther than the cohort's median, or far against the others'
+                  direction (after Sun, Kairouz, Suresh, McMahan: Can you really backdoor federated learning?
+                  arXiv:1911.07963, with a bound that is relative to the cohort, and leaving out rather than scaling)
     trimmed_mean  coordinate by coordinate, without the smallest and the largest values
     median        coordinate by coordinate (both: Yin, Chen, Ramchandran, Bartlett: Byzantine-robust distributed
                   learning, ICML 2018)
@@ -16,7 +16,7 @@ they take away.
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -28,6 +28,14 @@ from polyclinic.core import PositiveShare
 
 CENTRES = ("trimmed_mean", "median", "krum")
 """Rules that replace every update of a cohort by one."""
+USED_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "mean": (),
+    "norm_bound": ("bound", "against", "most_share"),
+    "trimmed_mean": ("trim",),
+    "median": (),
+    "krum": ("hostile", "choose"),
+}
+"""The options that have an effect, by rule."""
 FEWEST = 3
 """Sites of a cohort without which nobody can say who is the outlier: then the rule is `mean`."""
 MOST_ALLOWANCE = 4.0
@@ -50,7 +58,10 @@ class Aggregation:
     choose: PositiveInt = 1
     """krum: the number of updates whose mean is taken."""
     most_share: PositiveShare = 0.5
-    """The largest weight of one site of three or more, as a share of all; not with `mean`."""
+    """norm_bound: the largest weight of one site of three or more, as a share of all."""
+
+
+PLAIN_MEAN = Aggregation("mean")
 
 
 def cap_weights(weights: Sequence[float], most_share: float) -> list[float]:
@@ -88,7 +99,7 @@ def trim_count(rule: Aggregation, sites: int) -> int:
 
 
 def trimmed_mean(rows: Tensor, trim: int) -> Tensor:
-    """Return the mean of each column without its `trim` smallest and largest values. The order of rows is of no account.
+    """Return the mean of each column without its `trim` smallest and largest values, whatever the order of the rows.
 
     Args:
         rows: A row of values for each site.

@@ -1,13 +1,17 @@
 """The screen between the accepted updates of a round and the algorithm that averages them.
 
-It keeps a cohort's updates until all have arrived (`store`), compares them, and hands them on: as they are, scaled,
-without those that are left out, or each replaced by the centre of all (`rules`). So no algorithm needs code of its own.
-If nobody moved too far, the algorithm gets exactly what it would have got without the screen, in the same order.
+It keeps a cohort's updates until all have arrived (`store`), compares them, and hands them on: without the outliers, or
+each replaced by the centre of all (`rules`). So no algorithm needs code of its own. If nobody is an outlier, the
+algorithm gets exactly what it would have got without the screen, in the same order.
+
+An outlier is left out and not shortened: a short piece of an update that points anywhere still points there in every
+round. One that moved against the others' direction is left out at a smaller distance; and a site that was left out is
+held to half the distances until a round in which it keeps them, so that it cannot slip in whenever the median is large.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -29,12 +33,12 @@ from polyclinic.federation.robust.rules import (
 from polyclinic.federation.robust.store import MEMORY, UpdateStore
 from polyclinic.training.data_order import batches_per_epoch
 
-SCALED, LEFT_OUT, OUTVOTED = "scaled down", "left out", "outvoted"
-"""What was done with an outlier's update; outvoted: the rule itself limits it."""
-SAME_WAY = 0.1
-"""An update that is too long is only scaled if its cosine with the others' direction is at least this."""
+LEFT_OUT, OUTVOTED = "left out", "outvoted"
+"""What was done with an outlier's update; outvoted: it counted, and the rule itself limits what one site can do."""
 RUNNING = 3
 """Rounds running as an outlier after which a site is named prominently."""
+LARGEST_RATIO = 1e9
+"""Ratios are reported up to this: JSON knows no infinity."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +51,17 @@ class Outlier:
     done: str
     running: int
     """The number of rounds running in which it was an outlier, this one included."""
-
-
-@dataclass
-class _Verdict:
-    """How a site's update is handed on."""
-
-    ratio: float = 1.0
-    scales: dict[str, float] = field(default_factory=dict)
-    """By kind: the factor of what is too long."""
-    left_out: bool = False
+    opposed: bool = False
+    """Whether it moved against the others' direction rather than too far."""
 
     @property
-    def is_outlier(self) -> bool:
-        return self.left_out or bool(self.scales)
+    def sentence(self) -> str:
+        """What is shown to whoever runs the server."""
+        way = " against the others' direction" if self.opposed else ""
+        done = "its update counts no more than the rule allows" if self.done == OUTVOTED else "its update was left out"
+        often = f"; AN OUTLIER FOR {self.running} ROUNDS RUNNING: ask its people why, and revoke its key if need be"
+        often = often if self.running >= RUNNING else ""
+        return f"{self.site} moved {self.ratio:,.3g} times as far as the median site{way}; {done}{often}"
 
 
 class UpdateScreen:
@@ -72,12 +73,7 @@ class UpdateScreen:
         memory: The bytes of updates kept in memory; further ones are kept on disk.
     """
 
-    def __init__(
-        self,
-        rule: Aggregation,
-        algorithm: Algorithm,
-        memory: int = MEMORY,
-    ) -> None:
+    def __init__(self, rule: Aggregation, algorithm: Algorithm, memory: int = MEMORY) -> None:
         self.rule, self.algorithm, self.memory = rule, algorithm, memory
         self.kinds = () if algorithm.pooled else algorithm.averaged_kinds()
         self.streaks: dict[SiteId, int] = {}
@@ -121,37 +117,44 @@ class UpdateScreen:
         if len(store) < FEWEST:
             yield from store.take_all()
             return
-        verdicts = self._judge(store, origin, lengths)
-        for outlier in self._count_outliers(store, verdicts):
-            announce(outlier)
+        outliers = self._find_outliers(store, origin, lengths)
+        for found in outliers.values():
+            announce(found)
         if self.rule.name in CENTRES:
             yield from self._replace_by_centre(store)
         else:
-            yield from self._hand_on(store, origin, verdicts)
+            yield from self._hand_on(store, outliers)
 
-    def _judge(self, store: UpdateStore, origin: Bundle, lengths: Mapping[str, Sequence[float]]) -> list[_Verdict]:
-        """Return a verdict on each update, from its lengths by kind and, where they are large, its direction."""
-        verdicts = [_Verdict() for _ in store.updates]
+    def _find_outliers(
+        self, store: UpdateStore, origin: Bundle, lengths: Mapping[str, Sequence[float]]
+    ) -> dict[SiteId, Outlier]:
+        """Return the outliers by site, from the lengths of all updates by kind and, where they are large, their
+        directions."""
+        sites = [update.site for update in store.updates]
         allowances = step_allowances([self._local_steps(update) for update in store.updates])
+        strictness = [0.5 if self.streaks.get(site) else 1.0 for site in sites]
+        opposed: set[int] = set()
+        ratios: dict[int, float] = {}
         for kind, found in lengths.items():
             middle = median_length(found)
-            far = [
-                place for place, own in enumerate(found) if own > self.rule.bound * allowances[place] * middle
-            ]
-            for place in far:
-                verdicts[place].scales[kind] = _rounded(allowances[place] * middle / found[place])
+            here = [own / middle if middle else LARGEST_RATIO if own else 1.0 for own in found]
+            far = {
+                p for p, ratio in enumerate(here) if ratio > max(1.0, strictness[p] * self.rule.bound) * allowances[p]
+            }
             if kind == "model":
-                suspects = {place for place, own in enumerate(found) if own > self.rule.against * middle} | set(far)
-                ratios = [own / middle if middle else math.inf if own else 1.0 for own in found]
-                ways = self._directions(store, origin[kind], found, middle) if suspects else []
-                for place in suspects:
-                    verdicts[place].ratio, cosine = ratios[place], ways[place]
-                    backwards = -cosine * ratios[place] > self.rule.against if middle else True
-                    verdicts[place].left_out = backwards or (place in far and cosine < SAME_WAY)
-            else:
-                for place in far:
-                    verdicts[place].ratio = max(verdicts[place].ratio, found[place] / middle if middle else math.inf)
-        return verdicts
+                most = [max(1.0, part * self.rule.against) for part in strictness]
+                near = {p for p, ratio in enumerate(here) if ratio > most[p]} - far
+                ways = self._directions(store, origin[kind], found, middle) if near else []
+                opposed = {p for p in near if -ways[p] * here[p] > most[p]}
+            for place in far | (opposed if kind == "model" else set()):
+                ratios[place] = min(LARGEST_RATIO, max(here[place], ratios.get(place, 0.0)))
+        done = OUTVOTED if self.rule.name in CENTRES else LEFT_OUT
+        before, self.streaks = self.streaks, {s: n for s, n in self.streaks.items() if s not in sites}
+        self.streaks |= {sites[place]: before.get(sites[place], 0) + 1 for place in ratios}
+        return {
+            sites[place]: Outlier(sites[place], ratio, done, self.streaks[sites[place]], place in opposed)
+            for place, ratio in sorted(ratios.items())
+        }
 
     def _local_steps(self, update: Update) -> float:
         """Return how many local steps the site's number of images implies."""
@@ -160,9 +163,7 @@ class UpdateScreen:
             return 1.0
         return float(batches_per_epoch(update.examples, training.batch_size(update.examples)))
 
-    def _directions(
-        self, store: UpdateStore, origin: Tensors, lengths: Sequence[float], middle: float
-    ) -> list[float]:
+    def _directions(self, store: UpdateStore, origin: Tensors, lengths: Sequence[float], middle: float) -> list[float]:
         """Return the cosine of each update with the sum of the others', none of which counts as longer than the
         median."""
         shares = [min(1.0, middle / own) if own > 0 else 0.0 for own in lengths]
@@ -183,28 +184,15 @@ class UpdateScreen:
             for place in range(len(store))
         ]
 
-    def _count_outliers(self, store: UpdateStore, verdicts: Sequence[_Verdict]) -> Iterator[Outlier]:
-        for update, verdict in zip(store.updates, verdicts, strict=True):
-            if not verdict.is_outlier:
-                self.streaks.pop(update.site, None)
-                continue
-            self.streaks[update.site] = running = self.streaks.get(update.site, 0) + 1
-            done = OUTVOTED if self.rule.name in CENTRES else LEFT_OUT if verdict.left_out else SCALED
-            yield Outlier(update.site, min(verdict.ratio, 1e9), done, running)
-
-    def _hand_on(self, store: UpdateStore, origin: Bundle, verdicts: Sequence[_Verdict]) -> Iterator[Update]:
-        kept = [not verdict.left_out for verdict in verdicts]
-        weights = [self.algorithm.update_weight(replace(u, precision=1.0)) for u in store.updates]
-        capped = iter(cap_weights([w for w, here in zip(weights, kept, strict=True) if here], self.rule.most_share))
-        factors = [next(capped) / weight if here else 0.0 for weight, here in zip(weights, kept, strict=True)]
-        for update, verdict, factor in zip(store.take_all(), verdicts, factors, strict=True):
-            if verdict.left_out:
-                continue
-            tensors = update.tensors
-            for kind, scale in verdict.scales.items():
-                tensors = {**tensors, kind: _scaled(tensors[kind], origin[kind], scale)}
-            precision = update.precision if factor == 1 else update.precision * factor
-            yield replace(update, tensors=tensors, precision=precision)
+    def _hand_on(self, store: UpdateStore, outliers: Collection[SiteId]) -> Iterator[Update]:
+        """Yield the updates of all but outliers, none with more than its share of the weight."""
+        kept = [update for update in store.updates if update.site not in outliers]
+        weights = [self.algorithm.update_weight(replace(update, precision=1.0)) for update in kept]
+        capped = zip(weights, cap_weights(weights, self.rule.most_share), strict=True)
+        for update in store.take_all():
+            if update.site not in outliers:
+                weight, most = next(capped)
+                yield update if most == weight else replace(update, precision=update.precision * most / weight)
 
     def _replace_by_centre(self, store: UpdateStore) -> Iterator[Update]:
         """Yield the updates, all with the tensors that the rule makes of all: so their mean, however it is weighted, is
@@ -237,25 +225,6 @@ class UpdateScreen:
 
 def _centre_of(blocks: Iterable[Tensor], like: Tensor, trim: int, chosen: Sequence[int] | None) -> Tensor:
     """Return the centre of all rows: the mean of those chosen, or the trimmed mean."""
-    found = [
-        trimmed_mean(rows, trim) if chosen is None else rows[list(chosen)].double().mean(dim=0) for rows in blocks
-    ]
+    found = [trimmed_mean(rows, trim) if chosen is None else rows[list(chosen)].double().mean(dim=0) for rows in blocks]
     whole = torch.cat(found) if found else torch.zeros(0)
     return (whole if like.is_floating_point() else whole.round()).to(like.dtype).reshape(like.shape)
-
-
-def _scaled(tensors: Tensors, origin: Tensors, scale: float) -> Tensors:
-    """Return the tensors, moved towards `origin` until their distance is `scale` times as long."""
-    found: Tensors = {}
-    for name, tensor in tensors.items():
-        start = origin[name] if name in origin else torch.zeros_like(tensor)
-        if tensor.is_floating_point():
-            found[name] = torch.lerp(start, tensor, scale)
-        else:
-            found[name] = start + ((tensor - start).double() * scale).round().to(tensor.dtype)
-    return copy_tensors(found)
-
-
-def _rounded(scale: float) -> float:
-    """Return a factor without its last digits, which differ between engines that add in another order."""
-    return float(f"{scale:.6g}")
