@@ -52,6 +52,14 @@ def serve(
         float | None,
         typer.Option("--deadline", min=1, help="Seconds that a round waits for a site's reply (default: no limit)."),
     ] = None,
+    times_slower: Annotated[
+        float,
+        typer.Option(
+            "--times-slower",
+            min=1,
+            help="With a quorum: how many times as long as those that answered a silent site may take, from 10 min.",
+        ),
+    ] = 20,
     settings: Settings = None,
     data: Data = None,
     seed: Seed = None,
@@ -81,7 +89,7 @@ def serve(
             reception.board.facts.update(recipe=loaded.name, rounds=loaded.rounds, folder=str(folder.resolve()))
             display.print_line(f"{config.federation}: listening for sites on {config.host}:{config.port}")
             try:
-                result = _run_rounds(reception, display, loaded, folder, wait, deadline, data)
+                result = _run_rounds(reception, display, loaded, folder, wait, deadline, data, times_slower)
             except PolyclinicError as error:
                 reception.board.facts.update(state=FAILED, why=str(error))
                 raise
@@ -100,12 +108,16 @@ def _run_rounds(
     wait: float | None,
     deadline: float | None,
     data: Path | None,
+    times_slower: float,
 ) -> RunResult:
     """Wait for sites, and run the recipe with the connected ones."""
+    from polyclinic.deploy.flower.silence import SilenceRule
     from polyclinic.deploy.serve import run_deployed
     from polyclinic.federation.engines import RemoteExecution
 
     board, sites = reception.board, list(reception.link.nodes)
+    reception.engine.silence = SilenceRule(recipe.quorum, times_slower)
+    reception.engine.report_silence = board.report_silence
     board.report, board.patient = display.print_line, recipe.quorum is None
     missing = reception.wait_for_sites(wait, recipe.quorum or len(sites), display.print_line)
     board.begin_enrolment(reception.link.connected_sites())
@@ -115,7 +127,7 @@ def _run_rounds(
         display.on_event(event, info)
 
     display.start_run(recipe, 0, 1)
-    remote = RemoteExecution(reception.engine, "flower", deadline)
+    remote = RemoteExecution(reception.engine, "flower", deadline, most_images=board.config.images)
     return run_deployed(recipe, remote, sites, folder, watch, data, missing)
 
 

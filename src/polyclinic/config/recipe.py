@@ -204,6 +204,8 @@ class Recipe(ClosedSection):
     privacy: PrivacyConfig | None = None
     """The privacy budget, and whom it protects."""
     snapshot_every: int = Field(1, ge=1)
+    keep_snapshots: int = Field(5, ge=2)
+    """Snapshots to which `polyclinic rollback` can go back, while the disk has room."""
     track: Track = ()
     methods: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """For comparisons: the name of each method and the (dotted) keys that it sets on top of this recipe."""

@@ -155,6 +155,14 @@ class Enrolment:
                 profiles[site] = SiteProfile.from_fields(answer.get("card", {}))
             except Refused as refusal:
                 self.exclude_site(site, Failure("refused", str(refusal)))
+        for site in [site for site in profiles if site in self.remote.most_images]:
+            told, most = profiles[site].images, self.remote.most_images[site]
+            if told > most:
+                del profiles[site]
+                why = (
+                    f"it tells {told} images where {most} are registered; correct images in server.yaml, or ask it why"
+                )
+                self.exclude_site(site, Failure("refused", why))
         odd = find_misfits({site: profiles[site] for site in sites if site in profiles})
         self.profiles = {site: profiles[site] for site in sites if site in profiles and site not in odd}
         for site, why in odd.items():

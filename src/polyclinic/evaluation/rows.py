@@ -110,7 +110,15 @@ class ResumeRow(Row):
     round: int
 
 
+class RollbackRow(Row):
+    """The run went back to the snapshot of `round`; `undone`: the last round that is played again."""
+
+    event: Literal["rolled back"] = "rolled back"
+    round: int
+    undone: int
+
+
 MetricRow: TypeAlias = TrainRow | EvaluateRow
-LedgerRow: TypeAlias = ChargeRow | CostRow | ResumeRow
+LedgerRow: TypeAlias = ChargeRow | CostRow | ResumeRow | RollbackRow
 METRIC_ROW: TypeAdapter[MetricRow] = TypeAdapter(Annotated[MetricRow, Field(discriminator="event")])
 LEDGER_ROW: TypeAdapter[LedgerRow] = TypeAdapter(Annotated[LedgerRow, Field(discriminator="event")])

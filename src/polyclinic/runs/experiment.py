@@ -139,7 +139,7 @@ class Experiment:
 
     def _run_locked(self) -> RunResult:
         began, recipe, plan = time.perf_counter(), self.recipe, self.setup.plan
-        journal = FolderJournal(self.folder) if self.folder else RamJournal()
+        journal = FolderJournal(self.folder, recipe.keep_snapshots) if self.folder else RamJournal()
         if self.folder:
             write_atomically(RunFolder(self.folder).recipe, recipe.to_yaml().encode())
             if plan is not None:

@@ -43,6 +43,11 @@ class SiteProfile(BaseModel):
     """Training images beyond privacy.group, which are not used."""
     fingerprint: Word
 
+    @property
+    def images(self) -> int:
+        """The number of images of all parts."""
+        return self.train + self.validation + self.test
+
     @staticmethod
     def from_fields(fields: object) -> SiteProfile:
         """Read a profile from the JSON of a message; raises `Refused` if a field is missing or invalid."""

@@ -48,6 +48,7 @@ from flwr.superlink.servicer.runtime import runtime_handlers
 from polyclinic.core import EngineError, Failure, Refused, SiteId, __version__
 from polyclinic.deploy.flower.client import HEARTBEAT_SECONDS, NONCE
 from polyclinic.deploy.flower.gateway import Gateway
+from polyclinic.deploy.flower.silence import SilenceRule, SilenceWatch
 from polyclinic.deploy.provisioning.certificates import PublicKey, read_public_key
 from polyclinic.federation.engines import Answer
 from polyclinic.federation.engines.flower_envelope import pack_message, unpack_message
@@ -85,6 +86,8 @@ class FlowerEngine:
 
     def __init__(self, grid: Grid, nodes: Mapping[SiteId, int], patience: float = 30.0) -> None:
         self.grid, self.nodes, self.patience = grid, dict(nodes), patience
+        self.silence, self.report_silence = SilenceRule(), lambda _site, _sentence: None
+        """How long silent sites are waited for, and who is told of them."""
         self.away: dict[SiteId, float] = {}
         """When each absent site was first missed; kept from one exchange to the next."""
         self.pause: Callable[[float], object] = grid.wait_for_reply if isinstance(grid, LinkGrid) else time.sleep
@@ -103,6 +106,7 @@ class FlowerEngine:
                 yield from exchange.collect_answers()
                 if time.monotonic() >= exchange.looked + 1:
                     yield from exchange.resend_or_give_up()
+                    yield from exchange.give_up_silent_sites()
                 if exchange.unanswered_sites():
                     self.pause(0.2)
             yield from (
@@ -123,6 +127,7 @@ class _Exchange:
     def __init__(self, engine: FlowerEngine, sent: Mapping[SiteId, bytes]) -> None:
         self.engine, self.sent = engine, sent
         self.begun = self.looked = time.monotonic()
+        self.silence = SilenceWatch(engine.silence, engine.report_silence)
         self.asked: dict[str, SiteId] = {}
         self.absent: set[SiteId] = set()
         """Sites that are not connected and have not received their message."""
@@ -163,6 +168,7 @@ class _Exchange:
             elif answer is not None:
                 self.withdraw_messages([other for other, of in self.asked.items() if of == site])
                 self.absent.discard(site)
+                self.silence.note_answer()
                 yield site, answer
 
     def read_answer(self, name: str) -> bytes | Failure | None:
@@ -187,6 +193,15 @@ class _Exchange:
             elif site in self.absent and self.looked >= self.engine.away[site] + self.engine.patience:
                 self.absent.remove(site)
                 yield site, Failure("dead", f"it has been away for {self.looked - self.engine.away[site]:.0f} s")
+
+    def give_up_silent_sites(self) -> Iterable[tuple[SiteId, Answer]]:
+        """Report connected sites that do not answer; with a quorum, go on without them after a while."""
+        silent = list(dict.fromkeys(self.asked.values()))
+        if self.silence.is_over():
+            self.withdraw_messages(list(self.asked))
+            yield from ((site, Failure("late", f"no reply within {self.silence.limit:.0f} s")) for site in silent)
+        else:
+            self.silence.report_silence(silent)
 
     def unanswered_sites(self) -> list[SiteId]:
         return list(dict.fromkeys([*self.asked.values(), *self.absent]))

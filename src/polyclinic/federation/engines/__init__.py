@@ -29,3 +29,5 @@ class RemoteExecution:
     """Seconds; None: until they answer."""
     absent: Mapping[SiteId, str] = field(default_factory=dict)
     """Sites that were asked and take no part, and why."""
+    most_images: Mapping[SiteId, int] = field(default_factory=dict)
+    """By site, where the coordinator has registered it: the most images of all parts together."""

@@ -38,7 +38,7 @@ USED_OPTIONS: Mapping[str, tuple[str, ...]] = {
 """The options that have an effect, by rule."""
 FEWEST = 3
 """Sites of a cohort without which nobody can say who is the outlier: then the rule is `mean`."""
-MOST_ALLOWANCE = 4.0
+MOST_ALLOWANCE = 2.5
 """A site with more local steps than the median site may move as many times as far, up to this."""
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from polyclinic.evaluation.comparison import mean_of_known
-from polyclinic.evaluation.rows import SiteOutcome, group_pairs
+from polyclinic.evaluation.rows import RollbackRow, SiteOutcome, group_pairs
 from polyclinic.reporting.blocks import Block, Bullets, Paragraph, Section, Table
 from polyclinic.reporting.formatting import format_count, format_duration, format_megabytes, format_names
 from polyclinic.reporting.report_data import Method, ReportData, Run
@@ -166,5 +166,8 @@ def _describe_events(method: Method, run: Run, single: bool) -> Iterator[str]:
         yield f"{name}{format_count(failed, 'round')} failed: too few updates were accepted, the model is unchanged."
     if resumed := events["resumed"]:
         yield f"{name}interrupted and resumed {format_count(resumed, 'time')}; interrupted rounds are counted in costs."
+    for row in run.ledger:
+        if isinstance(row, RollbackRow):
+            yield f"{name}went back from round {row.undone} to round {row.round}; what the rounds cost stays counted."
     if run.summary.stopped_early:
         yield f"{name}stopped early after round {run.summary.rounds}, as the recipe asks."
