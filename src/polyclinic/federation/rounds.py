@@ -408,13 +408,18 @@ class Rounds:
                 if tolerant:
                     continue
                 raise RoundFailed(f"site {site} could not be evaluated: {reply.sentence}")
-            self.watch("evaluated", {"site": site})
             try:
                 message = reply if isinstance(reply, messages.Message) else messages.decode(reply)
                 check_address(message.fields, self.rules.run, round, site)
-                found[site] = split_predictions(message.tensors.get("predictions", {}), len(self.federation.classes))
+                predictions, held = message.tensors.get("predictions", {}), self.federation.held.get(site, {})
+                found[site] = split_predictions(predictions, len(self.federation.classes), held)
             except Refused as refusal:
+                log.add(site, outcome="refused", kind=refusal.kind, why=str(refusal))
+                self.watch("evaluated", {"site": site, **log.sites[site].to_json()})
+                if tolerant:
+                    continue
                 raise RoundFailed(f"site {site} could not be evaluated: {refusal}") from refusal
+            self.watch("evaluated", {"site": site})
             log.add(site, down=outbox.sizes[site], up=messages.message_size(reply))
         self.journal.append_cost("evaluation", round, time.perf_counter() - began, log.to_json())
         return found

@@ -198,14 +198,22 @@ def _is_cell(name: str, value: object) -> bool:
     return name == "n" or (name in METRICS and (value is None or (is_number(value) and is_possible(name, value))))
 
 
-def split_predictions(tensors: Mapping[str, torch.Tensor], classes: int) -> Bundle:
-    """Return predictions by `model|part`: probabilities, labels and patient numbers, checked against each other."""
+def split_predictions(
+    tensors: Mapping[str, torch.Tensor], classes: int, held: Mapping[Part, int] | None = None
+) -> Bundle:
+    """Return predictions by `model|part`: probabilities, labels and patient numbers, checked against each other.
+
+    `held`: by part, the images that the site registered, where known.
+    """
     bundle: Bundle = {}
     for path, tensor in tensors.items():
         group, _, key = path.rpartition("|")
         bundle.setdefault(group, {})[key] = tensor
     for group, found in bundle.items():
         rows = found.get("probabilities", torch.zeros(0))
+        most = next((count for part, count in (held or {}).items() if group.endswith(f"|{part}")), len(rows))
+        if len(rows) != most:
+            raise Refused("predictions", f"{group[:60]!r} has {len(rows)} rows where {most} images are registered")
         if not rows.is_floating_point() or rows.shape[1:] != (classes,) or not bool(torch.isfinite(rows).all()):
             raise Refused("predictions", f"{group[:60]!r} are not finite probabilities of {classes} classes")
         columns = (found.get(key, torch.zeros(0)) for key in ("labels", "patients"))
