@@ -23,6 +23,7 @@ from polyclinic.core.jobs import Failure
 from polyclinic.core.types import Bundle, SiteId
 from polyclinic.deploy.config import ServerConfig
 from polyclinic.deploy.serve import run_deployed
+from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.deploy.status import ServerStatus
 from polyclinic.evaluation.rows import CostRow
@@ -31,7 +32,7 @@ from polyclinic.federation.engines import RemoteExecution
 from polyclinic.runs.remote_sites import RemoteSites, SiteProfile
 from polyclinic.storage import messages
 from polyclinic.storage.run_folder import RunFolder
-from tests.deploy.example_sites import config, recipe, write_hospitals
+from tests.deploy.example_sites import EVERYTHING, config, recipe, write_hospitals
 from tests.deploy.test_serve import CARD
 from tests.federation.mock_engine import MockEngine
 
@@ -115,23 +116,24 @@ class Federation:
     said: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     gone: bool = False
     """The hostile site enrols and then fails every round."""
+    hostile: SiteId = HOSTILE
 
     def answer(self, site: SiteId, data: bytes) -> bytes | Failure:
         order, reply = messages.decode(data), messages.decode(self.handlers[site].answer_message(data))
         if "failure" in reply.fields:
             return Failure(reply.fields["failure"], reply.fields["why"])
-        if site == HOSTILE and self.gone and order.fields["purpose"] == "train":
+        if site == self.hostile and self.gone and order.fields["purpose"] == "train":
             return Failure("dead", "it has gone away")
-        if site == HOSTILE and self.change is not None:
+        if site == self.hostile and self.change is not None:
             reply = self.change(order, reply)
         return messages.encode(reply.fields, reply.tensors)
 
-    def run(self, found: Recipe, folder: Path, **remote: Any) -> RunSummary:
+    def run(self, found: Recipe, folder: Path, sites: tuple[SiteId, ...] = SITES, **remote: Any) -> RunSummary:
         def watch(event: str, info: Mapping[str, Any]) -> None:
             self.said.append((event, dict(info)))
 
         engine = RemoteExecution(MockEngine(self.answer), "mock", **remote)
-        return run_deployed(found, engine, SITES, folder, watch).summary
+        return run_deployed(found, engine, sites, folder, watch).summary
 
     def outliers(self) -> dict[SiteId, int]:
         """How often each site was an outlier."""
@@ -324,3 +326,53 @@ def test_a_card_of_a_billion_images_costs_no_memory() -> None:
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+HOSPITALS = ("harbour", "hillside", "lakeview", "northfield", "riverside")
+LEARNING: dict[str, Any] = {
+    "name": "five phantom hospitals",
+    "rounds": 50,
+    "data": {"name": "phantom", "size": 32, "split": {"train": 0.55, "validation": 0.1, "test": 0.35}},
+    "model": "cnn_b",
+    "algorithm": "fedavg",
+    "training": {"epochs": 2, "batch": 16, "optimiser": {"lr": 0.05}},
+    "evaluate": {"bootstrap": 0, "train": False, "every": 0},
+    "quorum": 4,
+}
+
+
+def honest_auc(summary: RunSummary) -> float:
+    """The mean AUC on the four other sites' test images."""
+    scores = [summary.sites[site]["global"]["test"] for site in HOSPITALS if site != "riverside"]
+    return sum(part.value("auc") * part.n for part in scores) / sum(part.n for part in scores)
+
+
+@pytest.mark.heavy
+def test_with_the_defaults_the_honest_sites_lose_nothing(tmp_path: Path) -> None:
+    """Test AUC within 0.02 of the run without the hostile site, which a plain mean misses or does not survive.
+
+    python -m pytest -m heavy tests/deploy/test_hostile_site.py -k lose_nothing      (about ten minutes on one core)
+    """
+
+    def played(name: str, change: Change | None, gone: bool = False, **settings: Any) -> tuple[float, set[SiteId]]:
+        (tmp_path / name).mkdir()
+        handlers = {
+            site: SiteMessageHandler(
+                SiteConfig.model_validate(
+                    {"federation": "f", "site": site, "folder": tmp_path / name / site, "allow": EVERYTHING}
+                )
+            )
+            for site in HOSPITALS
+        }
+        found = Federation(handlers, change, gone=gone, hostile="riverside")
+        summary = found.run(Recipe.from_values({**LEARNING, **settings}), tmp_path / name / "run", sites=HOSPITALS)
+        return honest_auc(summary), set(found.outliers())
+
+    reference, _ = played("without", None, gone=True)
+    assert reference > 0.8, "there is something to lose"
+    for number, (name, change) in enumerate({**WEIGHTS, "billion": a_billion_images}.items()):
+        found, outliers = played(f"default {number}", change)
+        assert found > reference - 0.02, name
+        assert outliers == {"riverside"}, name
+    harmed, _ = played("mean", WEIGHTS["× 100"], aggregate="mean")
+    assert harmed < reference - 0.1
