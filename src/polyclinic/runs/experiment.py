@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from polyclinic.algorithms.base import classifier_weights
@@ -188,6 +189,8 @@ class Experiment:
         if self.remote is not None:  # the quorum of real sites is all of them, unless the recipe allows fewer
             quorum = self.recipe.quorum or self.recipe.cohort or len(setup.sites)
             rules = replace(rules, deadline=self.remote.deadline, quorum=quorum)
+        else:  # the sites' networks are in this memory anyway
+            rules = replace(rules, update_memory=psutil.virtual_memory().available // 4)
         return Rounds(
             setup.federation,
             setup.algorithm,
