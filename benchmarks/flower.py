@@ -1,22 +1,27 @@
 """What a round costs between processes: ours over Flower, and Flower's own FedAvg, on this machine, in turn.
 
     python -m benchmarks.flower [--turns 2] [--rounds 5] [--theirs 2] [--sites 2]
+    python -m benchmarks.flower --load many     # 50 sites, messages of 2.5 kB: seconds a round
+    python -m benchmarks.flower --load large    # 3 sites, ResNet-50 (94 MB a message): peak memory of the server
 
 MobileNetV2 (262 tensors), no training, TLS and signed requests on both sides. A round of ours: encode for every site,
 send, each site decodes and encodes, receive, decode, average. Theirs: from `configure_train` to the end of
-`aggregate_train` of an application that does the same (`flower_fedavg`).
+`aggregate_train` of an application that does the same (`flower_fedavg`). With `--load` all sites are threads of one
+process, and this process is the server alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import shutil
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -31,6 +36,7 @@ from polyclinic.core.options import Training
 from polyclinic.core.rng import Stream
 from polyclinic.core.types import SiteId
 from polyclinic.deploy.config import FederationConfig as Kits, ServerConfig, ServerSection
+from polyclinic.deploy.flower.client import SiteConnection
 from polyclinic.deploy.processes import SiteRegistration, open_server, serve_site
 from polyclinic.deploy.provisioning.provision import provision_federation
 from polyclinic.deploy.site.config import SiteConfig
@@ -47,23 +53,73 @@ def main() -> None:
     if sys.argv[1:2] == ["site"]:
         serve_site(SiteConfig.load(Path(sys.argv[2])), echo, print)
         return
+    if sys.argv[1:2] == ["sites"]:
+        attend_all(Path(sys.argv[2]))
     parser = argparse.ArgumentParser()
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--theirs", type=int, default=2)
-    parser.add_argument("--sites", type=int, default=2)
+    parser.add_argument("--sites", type=int, default=0)
+    parser.add_argument("--load", choices=LOADS)
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        compare(given, Path(folder), stack)
+        if given.load:
+            measure_load(given, Path(folder), stack)
+        else:
+            given.sites = given.sites or 2
+            compare(given, Path(folder), stack)
+
+
+LOADS: dict[str, tuple[int, dict[str, Any]]] = {
+    "many": (50, {"name": "linear", "classes": 2, "channels": 1, "size": 16}),
+    "large": (3, {"name": "resnet50", "classes": 2, "channels": 3, "size": 64}),
+}
+"""The number of sites, and the model."""
+
+
+def measure_load(given: argparse.Namespace, folder: Path, stack: ExitStack) -> None:
+    count, model = LOADS[given.load]
+    sites = tuple(f"site-{number:02}" for number in range(1, (given.sites or count) + 1))
+    reception = stack.enter_context(open_server(ServerConfig.load(furnish(folder, sites) / "server" / "server.yaml")))
+    command = [sys.executable, "-m", "benchmarks.flower", "sites", str(folder / "kits" / "sites")]
+    stack.enter_context(ChildProcess(command, folder / "sites.log"))
+    reception.wait_for_sites(300, len(sites), print)
+    idle, begun = peak_megabytes(), time.process_time()
+    seconds = play(reception, sites, given.rounds, **model)
+    used = (time.process_time() - begun) / given.rounds
+    print(f"{len(sites)} sites, {model['name']}: seconds a round {[round(value, 2) for value in seconds]}")
+    print(
+        f"server: CPU-seconds a round {used:.2f}; MB before the first round {idle:.0f}, at most {peak_megabytes():.0f}"
+    )
+
+
+def peak_megabytes() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+def attend_all(kits: Path) -> None:
+    """Be all sites of a federation, each a thread."""
+    for path in sorted(kits.glob("*/site.yaml")):
+        site = SiteConfig.load(path)
+        assert site.ca is not None
+        assert site.key is not None
+        site.folder.mkdir(parents=True, exist_ok=True)
+        connection = SiteConnection(site.server, site.ca, site.key, site.folder, echo)
+        threading.Thread(target=connection.serve_forever, daemon=True).start()
+    threading.Event().wait()
+
+
+def furnish(folder: Path, sites: tuple[SiteId, ...]) -> Path:
+    """Make the kits of a federation, and return their folder."""
+    server = ServerSection(host="127.0.0.1", port=free_port())
+    provision_federation(Kits(federation="bench", server=server, sites=sites), folder / "kits")
+    return folder / "kits"
 
 
 def compare(given: argparse.Namespace, folder: Path, stack: ExitStack) -> None:
     sites = tuple(f"site-{number:02}" for number in range(1, given.sites + 1))
-    kits = folder / "kits"
-    provision_federation(
-        Kits(federation="bench", server=ServerSection(host="127.0.0.1", port=free_port()), sites=sites), kits
-    )
+    kits = furnish(folder, sites)
     reception = stack.enter_context(open_server(ServerConfig.load(kits / "server" / "server.yaml")))
     for site in sites:
         command = [sys.executable, "-m", "benchmarks.flower", "site", str(kits / "sites" / site / "site.yaml")]
@@ -86,11 +142,21 @@ def echo(data: bytes) -> bytes:
     return messages.encode({**message.fields, "examples": 1}, message.tensors)
 
 
-def play(reception: SiteRegistration, sites: tuple[SiteId, ...], rounds: int) -> list[float]:
+def play(
+    reception: SiteRegistration,
+    sites: tuple[SiteId, ...],
+    rounds: int,
+    name: str = "mobilenet_v2",
+    classes: int = 10,
+    channels: int = 3,
+    size: int = 64,
+) -> list[float]:
     """Rounds of FedAvg in which nobody trains."""
-    module = build_model("mobilenet_v2", classes=10, channels=3, size=64, seed=Stream(0))
+    module = build_model(name, classes=classes, channels=channels, size=size, seed=Stream(0))
     algorithm = FedAvg(Training())
-    state = algorithm.init(Federation(tuple(map(str, range(10))), dict.fromkeys(sites, 1), copy_module_weights(module)))
+    state = algorithm.init(
+        Federation(tuple(map(str, range(classes))), dict.fromkeys(sites, 1), copy_module_weights(module))
+    )
     seconds = []
     for round in range(1, rounds + 1):
         begun = time.perf_counter()
@@ -107,7 +173,10 @@ def updates(reception: SiteRegistration, round: int, outbox: Outbox) -> Iterator
     for site, answer in reception.engine.exchange(round, outbox, 120):
         if not isinstance(answer, bytes):
             raise RuntimeError(f"{site}: {answer.sentence if isinstance(answer, Failure) else 'no bytes'}")
-        yield Update(messages.decode(answer).tensors, 1, site)
+        update = Update(messages.decode(answer).tensors, 1, site)
+        del answer
+        yield update
+        update.tensors.clear()  # as `federation/rounds.py` does
 
 
 class Theirs:

@@ -209,7 +209,9 @@ def run_real_sites(checkout: Path, folder: Path) -> dict[str, str]:
     (folder / "my.yaml").write_text(yaml.safe_dump(spell_recipe(REAL, checkout)))
     federation = {"federation": "same", "server": {"host": "127.0.0.1", "port": port}, "sites": list(SITES)}
     (folder / "federation.yaml").write_text(yaml.safe_dump(federation))
-    call(checkout, "provision", "federation.yaml", "--out", "kits", cwd=folder)
+    command = (checkout / "src/polyclinic/cli/provision.py").read_text(encoding="utf-8")
+    flags = [flag for flag in ("--with-keys", "--without-hashes") if flag in command]  # older checkouts have neither
+    call(checkout, "provision", "federation.yaml", "--out", "kits", *flags, cwd=folder)
     for site in SITES:
         path = folder / "kits/sites" / site / "site.yaml"
         values = yaml.safe_load(path.read_text())

@@ -13,10 +13,10 @@ import pytest
 from polyclinic import Recipe
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.keys import CHAIN, RUN
-from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.storage import messages
 from tests.crash.runs import KILLED, RECIPES, Driver, summary
 from tests.deploy.example_sites import (
+    ApprovingHandler,
     Crossing,
     beginning,
     config,
@@ -80,7 +80,7 @@ def everything_in(folder: Path) -> bytes:
 
 
 def answered(site: SiteConfig, data: bytes) -> str:
-    return messages.hash_tensors(messages.decode(SiteMessageHandler(site).answer_message(data)).tensors)
+    return messages.hash_tensors(messages.decode(ApprovingHandler(site).answer_message(data)).tensors)
 
 
 @pytest.mark.parametrize("point", BEGIN)
@@ -89,13 +89,13 @@ def test_killed_as_a_run_begins(answer: Answer, home: Path, orders: list[bytes],
     assert answer(site, orders[:1], point) == KILLED
     left = key_of(site)
     unlike = shutil.copytree(site.folder, site.folder.with_name(f"{point} other terms"))
-    assert said(SiteMessageHandler(site).answer_message(orders[0]))["ready"], "the run goes on, or begins again"
+    assert said(ApprovingHandler(site).answer_message(orders[0]))["ready"], "the run goes on, or begins again"
     assert (key_of(site) == left) == (point != "chain-key-moved"), "once the chain has moved, it moves again"
     assert answered(site, orders[1]) == answered(site, orders[1])
     assert not list(site.folder.rglob("*.tmp"))
     # Other terms of the same name have another key, whatever the kill has left.
     other = site.model_copy(update={"folder": unlike})
-    begun = said(SiteMessageHandler(other).answer_message(beginning_again(home)))
+    begun = said(ApprovingHandler(other).answer_message(beginning_again(home)))
     if point == "run-begun":
         assert "under other terms" in begun["why"]
     else:
@@ -127,18 +127,35 @@ def test_killed_as_a_run_ends(answer: Answer, home: Path, orders: list[bytes]) -
     key = key_of(site)
     assert answer(site, [end], "key-overwritten") == KILLED
     assert key.encode() not in everything_in(site.folder)
-    assert "cannot" in said(SiteMessageHandler(site).answer_message(orders[2]))["why"], "no noise without a key"
-    assert said(SiteMessageHandler(site).answer_message(end))["ended"]
+    assert "cannot" in said(ApprovingHandler(site).answer_message(orders[2]))["why"], "no noise without a key"
+    assert said(ApprovingHandler(site).answer_message(end))["ended"]
     assert not list(site.folder.glob(f"runs/*/{RUN}"))
-    assert said(SiteMessageHandler(site).answer_message(orders[0]))["ready"]
+    assert said(ApprovingHandler(site).answer_message(orders[0]))["ready"]
     assert key_of(site) != key, "the same run again is a run of its own"
+
+
+@pytest.mark.parametrize("point", ["site-trained", "order-recorded"])
+def test_a_kill_makes_no_site_forget_what_it_answered(
+    answer: Answer, home: Path, orders: list[bytes], point: str
+) -> None:
+    """Before an answer is recorded none has left; from then on its round has these contents."""
+    site = config(home, "hill", f"order {point}")
+    assert answer(site, orders[:2]) == 0
+    assert answer(site, orders[2:3], point) == KILLED
+    assert len((site.folder / "releases.jsonl").read_text().splitlines()) == 1, "nothing of round 2 has left"
+    message = messages.decode(orders[2])
+    moved = {kind: {name: tensor * 1.01 for name, tensor in group.items()} for kind, group in message.tensors.items()}
+    reply = said(ApprovingHandler(site).answer_message(messages.encode(message.fields, moved)))
+    assert ("was answered before" in reply.get("why", "")) == (point == "order-recorded")
+    if point == "order-recorded":
+        assert "failure" not in said(ApprovingHandler(site).answer_message(orders[2]))
 
 
 def test_an_unfinished_key_of_a_kill_is_erased(home: Path, orders: list[bytes]) -> None:
     site = config(home, "hill", "unfinished")
     site.folder.mkdir()
     (site.folder / f".{CHAIN}.123.tmp").write_text("ab" * 32)
-    assert said(SiteMessageHandler(site).answer_message(orders[0]))["ready"]
+    assert said(ApprovingHandler(site).answer_message(orders[0]))["ready"]
     assert b"ab" * 32 not in everything_in(site.folder)
 
 

@@ -381,21 +381,29 @@ def test_every_mistake_gets_one_sentence(finished: Path, server: BoardServer, tm
         "holds no run": [str(tmp_path)],
         "another program has that port": [str(finished), "--port", taken],
         "is not this machine alone": [str(finished), "--host", "0.0.0.0"],
+        "is not this machine alone, and a board": [str(finished), "--host", "0.0.0.0", "--token", "none"],
         "a token has 16": [str(finished), "--token", "short"],
         "has no such address": [str(finished), "--host", "192.0.2.1", "--token", TOKEN],
     }.items():
         assert expected in commands.refused("board", *arguments)
 
 
-def test_the_command_tells_where_to_look_until_it_is_stopped(finished: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "secret"),
+    [((), r"\?token=[\w-]{32}"), (("--token", "new"), r"\?token=[\w-]{32}"), (("--token", "none"), "")],
+)
+def test_the_command_tells_where_to_look_until_it_is_stopped(
+    words: tuple[str, ...], secret: str, finished: Path
+) -> None:
+    """Without a word about it, other accounts of this machine are kept out."""
     stop = threading.Timer(1.0, _thread.interrupt_main)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
     stop.start()
     try:
-        result = commands.call("board", finished, "--port", "0", "--host", "localhost", "--token", "new")
+        result = commands.call("board", finished, "--port", "0", "--host", "localhost", *words)
     finally:
         stop.cancel()
         signal.signal(signal.SIGINT, before)
     assert result.exit_code == 0, result.output
-    told = re.fullmatch(r"board: http://localhost:\d+/\?token=([\w-]{32})\n", result.stdout)
+    told = re.fullmatch(rf"board: http://localhost:\d+/{secret}\n", result.stdout)
     assert told is not None, result.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -14,15 +15,19 @@ from PIL import Image
 
 from polyclinic import Recipe
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.core import __version__
+from polyclinic.config.identity import predicted_parts
+from polyclinic.core import PROTOCOL, PolyclinicError, __version__
 from polyclinic.core.jobs import Failure
 from polyclinic.core.types import SiteId
 from polyclinic.deploy.site.config import SiteConfig
+from polyclinic.deploy.site.message_checks import read_recipe
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
+from polyclinic.deploy.site.policy import approve_recipe
 from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.federation.rounds import Outcome, Rounds
 from polyclinic.runs.assemble import round_options
 from polyclinic.runs.experiment import Experiment
+from polyclinic.runs.final_evaluation import SiteAnswer, expected_sites, read_answer
 from polyclinic.runs.sites import FederatedDataset, load_sites
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
@@ -34,7 +39,16 @@ PATIENTS, EACH = 6, 4
 """More than nine in all, so that a patient has another number, and sorts otherwise, in a site's table than in all."""
 TABLE = "clinic.csv"
 KINDS = {exchange.kind for kind in ALGORITHMS.values() for exchange in kind().exchanges()} | {"metrics", "predictions"}
-EVERYTHING: dict[str, Any] = {"algorithms": "all", "kinds": sorted(KINDS), "seeded_noise": True}
+KINDS |= {name for kind in ALGORITHMS.values() for name in kind.scalars}
+EVERYTHING: dict[str, Any] = {
+    "algorithms": "all",
+    "kinds": sorted(KINDS),
+    "seeded_noise": True,
+    "least_images": 1,
+    "least_sites": 1,
+    "runs_per_day": 10_000,
+}
+"""A policy for tests of something else. Recipes are approved nevertheless, one by one."""
 BASE: dict[str, Any] = {
     "name": "law",
     "rounds": 5,
@@ -105,12 +119,26 @@ def config(folder: Path, site: SiteId, state: str = "state", **settings: Any) ->
     )
 
 
+class ApprovingHandler(SiteMessageHandler):
+    """A site whose people approve every recipe as it comes, for tests of something else."""
+
+    def answer_message(self, data: bytes) -> bytes:
+        with suppress(PolyclinicError):
+            approve(self.config.folder, read_recipe(messages.decode(data).fields, self.site))
+        return super().answer_message(data)
+
+
+def approve(folder: Path, found: Recipe) -> str:
+    """Approve a recipe at the site with this folder, as its people do; return the digest."""
+    return approve_recipe(folder, found, "a test", "2026-01-01")
+
+
 def desks(home: Path, state: str, sites: Sequence[SiteId] = SITES, **settings: Any) -> dict[str, SiteMessageHandler]:
-    return {site: SiteMessageHandler(config(home, site, state, **settings)) for site in sites}
+    return {site: ApprovingHandler(config(home, site, state, **settings)) for site in sites}
 
 
 def asked(purpose: str, to: SiteId, found: Recipe, fields: Mapping[str, Any] | None = None) -> bytes:
-    common = {"purpose": purpose, "run": "", "site": to, "version": __version__}
+    common = {"purpose": purpose, "run": "", "site": to, "version": __version__, "protocol": PROTOCOL}
     return messages.encode({**common, "recipe": found.to_yaml(), "seed": found.seed, **(fields or {})}, {})
 
 
@@ -133,6 +161,7 @@ def beginning(made: Experiment, to: SiteId, fields: Mapping[str, Any] | None = N
         "holders": plan.max_sites_per_record,
     }
     shape = {"classes": list(consortium.classes), "channels": consortium.channels, "size": consortium.size}
+    shape |= {"sites": list(consortium.sites)}
     return asked("begin", to, made.recipe, {"run": made.run_id(), "plan": priced, **shape, **(fields or {})})
 
 
@@ -177,6 +206,13 @@ def simulation(found: Recipe, folder: Path) -> Experiment:
 @cache
 def _gathered(data: str, seed: int, folder: Path) -> FederatedDataset:
     return load_sites(Recipe.from_values({**BASE, "data": json.loads(data), "seed": seed}), folder / "simulation")
+
+
+def answers_of(found: Recipe, folder: Path, rounds: Rounds, outcome: Outcome) -> dict[SiteId, SiteAnswer]:
+    """What every site tells of the final models."""
+    parts = predicted_parts(found)
+    expected = expected_sites(simulation(found, folder).setup.sites, parts, len(rounds.federation.classes))
+    return rounds.evaluate_sites(outcome, parts, lambda site, reply: read_answer(reply, expected[site]))
 
 
 def deployed(found: Recipe, folder: Path, crossing: Crossing) -> tuple[Rounds, Outcome]:

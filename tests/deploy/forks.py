@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import datetime
 import os
 import sys
 import tempfile
@@ -10,7 +11,10 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import flwr.supercore.date
 import torch
 
 import polyclinic.__main__
@@ -19,7 +23,7 @@ import polyclinic.deploy.flower.server  # what commands load only when they need
 import polyclinic.deploy.serve
 import polyclinic.deploy.site.message_handler
 from polyclinic import run
-from polyclinic.core import failpoints
+from polyclinic.core import PROTOCOL, failpoints
 from tests.deploy.child_process import ChildProcess, die_with_parent
 from tests.driving import serve
 from tests.small import tiny
@@ -43,8 +47,15 @@ def code(pid: int) -> str:
 
 
 def start(
-    arguments: Sequence[str], log: str, fault: str = "", network: str = "", environment: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    log: str,
+    fault: str = "",
+    network: str = "",
+    environment: Mapping[str, str] | None = None,
+    ahead: float = 0.0,
+    protocol: int = 0,
 ) -> int:
+    """`ahead`: seconds by which the child's clock is ahead; `protocol`: what it speaks as a server, if not ours."""
     pid = os.fork()
     if pid:
         return pid
@@ -52,6 +63,9 @@ def start(
     try:
         _settle(log, network)
         os.environ.update(environment or {})
+        _set_clock(ahead)
+        ours: Any = polyclinic.deploy.flower.server
+        ours.PROTOCOL = protocol or PROTOCOL
         name, _, count = fault.partition(":")
         failpoints.arm_failpoint(name, int(count or 1))
         ended = _play(arguments)
@@ -74,6 +88,16 @@ def _settle(log: str, network: str) -> None:
         with open(network) as found:
             if ctypes.CDLL(None, use_errno=True).setns(found.fileno(), NETWORK):
                 raise OSError(ctypes.get_errno(), f"cannot enter {network}")
+
+
+def _set_clock(ahead: float) -> None:
+    """Let this process take it to be later: Python's clock, and Flower's."""
+    if ahead:
+        true_time, true_now = time.time, datetime.datetime.now
+        time.time = lambda: true_time() + ahead
+        later = SimpleNamespace(now=lambda tz=None: true_now(tz) + datetime.timedelta(seconds=ahead))
+        flower: Any = flwr.supercore.date
+        flower.datetime = SimpleNamespace(datetime=later, UTC=datetime.UTC)
 
 
 def _play(arguments: Sequence[str]) -> int:

@@ -1,25 +1,18 @@
-"""Flower's grid without a network: its real messages, taken apart and put together as on the way, to sites in here."""
+"""The engine without a network: its messages are handed to sites in this process."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
-from flwr.app import Error, Message, RecordDict
-from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
-from flwr.proto.node_pb2 import NodeInfo
-from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
-from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
 
 from polyclinic.core.errors import EngineError
 from polyclinic.core.types import SiteId
-from polyclinic.deploy.flower.client import SiteConnection, build_reply
+from polyclinic.deploy.flower.client import SiteConnection
 from polyclinic.deploy.flower.server import FlowerEngine
 from polyclinic.storage import messages as wire
 
@@ -27,78 +20,53 @@ Answer = Callable[[bytes], bytes]
 SITES = ("harbour", "hill", "lake")
 
 
-class MemoryGrid(Grid):
-    """A site is asked when its reply is pulled. `lost`: nodes that take messages and never answer."""
+class MemoryGrid:
+    """A link to sites that are asked when their reply is waited for. `lost`: sites that take messages and never
+    answer; `away`: sites that are not connected."""
 
-    def __init__(self, answers: Mapping[int, Answer]) -> None:
-        self.answers, self.lost, self.away = dict(answers), set[int](), set[int]()
+    def __init__(self, answers: Mapping[SiteId, Answer]) -> None:
+        self.answers, self.lost, self.away = dict(answers), set[SiteId](), set[SiteId]()
         self.came = dict.fromkeys(answers, "first")
-        self.sent: dict[str, Message] = {}
-        self.names: list[str] = []
-        TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, SUPERLINK_NODE_ID
-
-    def get_nodes(self) -> Iterable[NodeInfo]:
-        return [NodeInfo(node_id=node, last_activated_at=came) for node, came in self.came.items() if self.here(node)]
-
-    def here(self, node: int) -> bool:
-        return node not in self.away
-
-    def get_node_ids(self) -> Iterable[int]:
-        return [node.node_id for node in self.get_nodes()]
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        names = []
-        for message in messages:
-            arrived = travelled(message)
-            self.sent[arrived.metadata.message_id] = arrived
-            names.append(arrived.metadata.message_id)
-        self.names += names
-        return names
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        found = []
-        for name in list(message_ids):
-            message = self.sent[name]
-            node = message.metadata.dst_node_id
-            if node in self.away:
-                found.append(Message(Error(ErrorCode.NODE_UNAVAILABLE, "Node Unavailable"), reply_to=message))
-            elif node not in self.lost:
-                found.append(travelled(build_reply(message, self.answers[node])))
-        return found
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        return self.pull_messages(self.push_messages(messages))
-
-    def set_run(self, run: Run) -> None:
-        raise NotImplementedError
+        self.sent: dict[str, tuple[SiteId, bytes]] = {}
+        self.waiting: list[str] = []
 
     @property
-    def run(self) -> Run:
-        raise NotImplementedError
+    def names(self) -> list[str]:
+        """Of all messages that were ever sent."""
+        return list(self.sent)
 
-    def create_message(self, *_: Any, **__: Any) -> Message:
-        raise NotImplementedError
+    def connected_since(self) -> Mapping[SiteId, str]:
+        return {site: came for site, came in self.came.items() if site not in self.away}
 
+    def send_message(self, site: SiteId, parts: tuple[bytes, ...]) -> str:
+        name = f"message {len(self.sent)}"
+        self.sent[name] = site, b"".join(parts)
+        self.waiting.append(name)
+        return name
 
-def travelled(message: Message) -> Message:
-    """The message as it arrives: through Flower's objects and their bytes."""
-    name = message.object_id
-    with no_object_id_recompute():
-        pieces = {part: thing.deflate() for part, thing in get_all_nested_objects(message).items()}
-    arrived = cast(Message, inflate_object_from_contents(name, pieces))
-    arrived.metadata.__dict__["_message_id"] = name
-    return arrived
+    def wait_for_reply(self, seconds: float) -> tuple[str, bytes] | None:
+        for name in self.waiting:
+            site = self.sent[name][0]
+            if site not in self.away and site not in self.lost:
+                self.waiting.remove(name)
+                reply = self.reply(name)
+                return None if reply is None else (name, reply)
+        time.sleep(min(seconds, 0.02))
+        return None
+
+    def reply(self, name: str) -> bytes | None:
+        """What a site says to a message; None if it dies of it."""
+        site, data = self.sent[name]
+        return self.answers[site](data)
+
+    def withdraw_message(self, name: str) -> None:
+        if name in self.waiting:
+            self.waiting.remove(name)
 
 
 def engine_of(answers: Mapping[SiteId, Answer], patience: float = 0.0) -> FlowerEngine:
     """The engine with sites in this process."""
-    nodes = {site: 100 + number for number, site in enumerate(answers)}
-    return FlowerEngine(MemoryGrid({nodes[site]: answer for site, answer in answers.items()}), nodes, patience)
-
-
-def content(data: RecordDict) -> list[str]:
-    """The names of all arrays in a record, for tests of how many there are."""
-    return [f"{record}/{name}" for record, arrays in data.array_records.items() for name in arrays]
+    return FlowerEngine(MemoryGrid(answers), patience)
 
 
 def echo(site: SiteId) -> Callable[[bytes], bytes]:

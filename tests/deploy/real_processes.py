@@ -24,7 +24,7 @@ from polyclinic.deploy.provisioning.provision import provision_federation
 from polyclinic.evaluation.summary import RunSummary
 from polyclinic.storage.run_folder import RunFolder
 from tests.deploy.child_process import ChildProcess, die_with_parent
-from tests.deploy.example_sites import EVERYTHING, SITES, TABLE, simulation, write_hospitals
+from tests.deploy.example_sites import EVERYTHING, SITES, TABLE, approve, simulation, write_hospitals
 from tests.driving import Ask, driving
 
 ALONE = {"OMP_NUM_THREADS": "1"}
@@ -43,15 +43,21 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def furnish(folder: Path, sites: Sequence[SiteId] = SITES, host: str = "127.0.0.1", port: int | None = None) -> None:
-    """Hospitals with images, and kits in `k`."""
+def furnish(
+    folder: Path,
+    sites: Sequence[SiteId] = SITES,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    least_sites: int = 1,
+) -> None:
+    """Hospitals with images, and kits in `k`. `least_sites`: how many a site wants in every round."""
     write_hospitals(folder, sites)
     server = ServerSection(host=host, port=port or free_port())
     provision_federation(FederationConfig(federation="north-sea", server=server, sites=tuple(sites)), folder / "k")
     for site in sites:
         path = folder / "k" / "sites" / site / "site.yaml"
         values = yaml.safe_load(path.read_text())
-        values |= {"data": {TABLE: str(folder / site / TABLE)}, "allow": EVERYTHING}
+        values |= {"data": {TABLE: str(folder / site / TABLE)}, "allow": {**EVERYTHING, "least_sites": least_sites}}
         path.write_text(yaml.safe_dump(values))
 
 
@@ -127,7 +133,15 @@ class Ward:
     server: Process | None = None
     started: list[Process] = field(default_factory=list)
 
-    def command(self, *arguments: str | Path, role: str, fault: str = "", really: bool = False) -> Process:
+    def command(
+        self,
+        *arguments: str | Path,
+        role: str,
+        fault: str = "",
+        really: bool = False,
+        alter: Mapping[str, float] | None = None,
+    ) -> Process:
+        """Start a command. `alter`: a clock or a protocol of its own, as `tests.deploy.forks.start` takes them."""
         log, words = self.folder / f"{role}.log", list(map(str, arguments))
         process: Process
         if really:
@@ -135,7 +149,8 @@ class Ward:
             process = Executed([sys.executable, "-m", "polyclinic", *words], log, environment)
         else:
             network = str(self.networks.get(role, ""))
-            told = self.ask(do="start", arguments=words, log=str(log), fault=fault, network=network)
+            job = {"arguments": words, "log": str(log), "fault": fault, "network": network, **(alter or {})}
+            told = self.ask(do="start", **job)
             process = Forked(int(told), log, self.ask)
         self.started.append(process)
         return process
@@ -153,6 +168,8 @@ class Ward:
             self.server.kill()
         path = self.folder / f"{run}.yaml"
         path.write_text(found.to_yaml())
+        for site in (self.folder / "k" / "sites").glob("*/site.yaml"):
+            approve(site.parent / "state", found)
         file = self.folder / "k" / "server" / "server.yaml"
         words = ("serve", file, path, "--out", self.folder / run)
         self.server = self.command(*words, role="server", fault=fault, really=really)

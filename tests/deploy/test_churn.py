@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,14 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
-from flwr.app import Message
-
 from polyclinic import Recipe
 from polyclinic.core.errors import RoundFailed
 from polyclinic.core.types import SiteId
-from polyclinic.deploy.flower.client import NONCE
 from polyclinic.deploy.flower.server import FlowerEngine
 from polyclinic.deploy.serve import run_deployed
 from polyclinic.evaluation.summary import RunSummary
 from polyclinic.federation import rounds
 from polyclinic.federation.engines import RemoteExecution
-from polyclinic.federation.engines.flower_envelope import unpack_message
 from polyclinic.storage import messages
 from polyclinic.storage.ledger import Ledger
 from tests.crash.runs import RAM
@@ -48,26 +44,26 @@ class Mortal(MemoryGrid):
     left, or just after their reply has."""
 
     def __init__(self, home: Path, state: str, ends: Mapping[SiteId, str]) -> None:
-        self.nodes = {site: 100 + number for number, site in enumerate(TEN)}
-        super().__init__({self.nodes[site]: desk.answer_message for site, desk in desks(home, state, TEN).items()})
-        self.ends = {self.nodes[site]: way for site, way in ends.items()}
+        self.desks = desks(home, state, TEN)
+        super().__init__({site: desk.answer_message for site, desk in self.desks.items()})
+        self.ends = dict(ends)
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return [reply for name in message_ids for reply in self.pull(name)]
-
-    def pull(self, name: str) -> list[Message]:
-        node = self.sent[name].metadata.dst_node_id
-        way = "" if node in self.away or not fatal(self.sent[name]) else self.ends.get(node, "")
-        if way == "before":
-            self.away.add(node)
-        replies = list(super().pull_messages([name]))
+    def reply(self, name: str) -> bytes | None:
+        site, data = self.sent[name]
+        way = self.ends.get(site, "") if fatal(data) else ""
+        reply = None if way == "before" else super().reply(name)
         if way:
-            self.away.add(node)
-        return [] if way == "during" else replies
+            self.disconnect(site)
+        return None if way == "during" else reply
+
+    def disconnect(self, site: SiteId) -> None:
+        """End a site's connection, which its own process notices when it connects again."""
+        self.away.add(site)
+        self.desks[site].note_absence()
 
 
-def fatal(message: Message) -> bool:
-    fields = messages.decode(unpack_message(message)[:-NONCE]).fields
+def fatal(data: bytes) -> bool:
+    fields = messages.decode(data).fields
     return bool(fields["purpose"] == "train" and fields["round"] == FATAL)
 
 
@@ -98,7 +94,7 @@ def planned(found: Recipe, home: Path, cohorts: Sequence[Sequence[SiteId]], patc
 
 
 def played(found: Recipe, grid: Mortal, folder: Path) -> RunSummary:
-    return run_deployed(found, RemoteExecution(FlowerEngine(grid, grid.nodes, 0.0), "flower", 60), TEN, folder).summary
+    return run_deployed(found, RemoteExecution(FlowerEngine(grid, 0.0), "flower", 60), TEN, folder).summary
 
 
 def those_that_end(k: int, first: int) -> dict[SiteId, str]:
@@ -114,7 +110,7 @@ def test_who_dies_leaves_the_run_that_was_planned_without_it(
     assert len(ends) == k
     grid = Mortal(home, f"churn {k} {first}", ends)
     result = played(found, grid, out)
-    assert grid.away == {grid.nodes[site] for site in ends}
+    assert grid.away == set(ends)
     heard = [site for site in TEN if ends.get(site, "after") == "after"]
     alive = [site for site in TEN if site not in ends]
     assert result.sha256 == planned(found, home, [TEN, heard, alive], monkeypatch)
@@ -147,7 +143,7 @@ def test_who_comes_back_a_round_later_was_planned_for_then(
         if event == "round" and info["round"] == FATAL + 1:
             grid.away = set()
 
-    engine = RemoteExecution(FlowerEngine(grid, grid.nodes, 0.0), "flower", 60)
+    engine = RemoteExecution(FlowerEngine(grid, 0.0), "flower", 60)
     result = run_deployed(found, engine, TEN, out, watch).summary
     heard = [site for site in TEN if ends.get(site, "after") == "after"]
     assert result.sha256 == planned(found, home, [TEN, heard, TEN, TEN], monkeypatch)

@@ -71,7 +71,7 @@ def test_a_file_that_is_no_federation_is_reported_in_a_sentence(tmp_path: Path, 
 
 def test_a_server_without_tls_is_for_this_machine_alone(tmp_path: Path) -> None:
     path = tmp_path / "server.yaml"
-    text = render_server_yaml(NORTH).data.decode().replace("insecure: false", "insecure: true")
+    text = render_server_yaml(NORTH, NORTH.sites).data.decode().replace("insecure: false", "insecure: true")
     path.write_text(text)
     assert ServerConfig.load(path).insecure
     path.write_text(text.replace("127.0.0.1", "fl.example.org"))

@@ -32,7 +32,7 @@ from polyclinic.federation.engines import RemoteExecution
 from polyclinic.runs.remote_sites import RemoteSites, SiteProfile
 from polyclinic.storage import messages
 from polyclinic.storage.run_folder import RunFolder
-from tests.deploy.example_sites import EVERYTHING, config, recipe, write_hospitals
+from tests.deploy.example_sites import EVERYTHING, ApprovingHandler, desks, recipe, write_hospitals
 from tests.deploy.test_serve import CARD
 from tests.federation.mock_engine import MockEngine
 
@@ -154,7 +154,7 @@ def five(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def federation(home: Path, state: str, change: Change | None = None, gone: bool = False) -> Federation:
-    return Federation({site: SiteMessageHandler(config(home, site, state)) for site in SITES}, change, gone=gone)
+    return Federation(desks(home, state, SITES), change, gone=gone)
 
 
 def wanted(**settings: Any) -> Recipe:
@@ -357,7 +357,7 @@ def test_with_the_defaults_the_honest_sites_lose_nothing(tmp_path: Path) -> None
     def played(name: str, change: Change | None, gone: bool = False, **settings: Any) -> tuple[float, set[SiteId]]:
         (tmp_path / name).mkdir()
         handlers = {
-            site: SiteMessageHandler(
+            site: ApprovingHandler(
                 SiteConfig.model_validate(
                     {"federation": "f", "site": site, "folder": tmp_path / name / site, "allow": EVERYTHING}
                 )

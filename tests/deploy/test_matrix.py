@@ -57,7 +57,7 @@ def ward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ward]:
     """Three sites, each of which stays up from the first recipe to the last."""
     folder = tmp_path_factory.mktemp("matrix")
     with forking() as ask, Ward(folder, ask) as found:
-        furnish(folder)
+        furnish(folder, least_sites=3)
         for site in SITES:
             found.join(site)
         first = found.pids()

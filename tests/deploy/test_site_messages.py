@@ -21,7 +21,6 @@ from polyclinic.config.identity import predicted_parts
 from polyclinic.core.errors import PolyclinicError, RecipeError, StoreError
 from polyclinic.deploy.processes import serve_site
 from polyclinic.deploy.site.config import SiteConfig, config_warnings
-from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.deploy.site.participation import ReleasePreview
 from polyclinic.deploy.site.release_log import last_trouble
 from polyclinic.deploy.status import STATUS
@@ -31,13 +30,14 @@ from polyclinic.storage.files import write_json
 from tests.deploy.example_sites import (
     EVERYTHING,
     TABLE,
+    ApprovingHandler,
     Crossing,
+    answers_of,
     asked,
     beginning,
     config,
     deployed,
     desks,
-    loop,
     recipe,
     refusal,
     said,
@@ -79,7 +79,7 @@ def test_refusals_and_failures_are_reported_in_one_sentence_and_kept(case: str, 
     place = config(home, "hill", f"trouble {case}", **settings)
     if case == "a full disk":
         full(place.folder)
-    desk = SiteMessageHandler(place, told.append)
+    desk = ApprovingHandler(place, told.append)
     if case == "a device":
         desk.answer_message(beginning(simulation(found, home), "hill"))
     else:
@@ -110,7 +110,7 @@ def command(*arguments: object) -> str:
 
 def test_successes_are_reported_and_are_no_failures(home: Path) -> None:
     told: list[str] = []
-    desk = SiteMessageHandler(config(home, "hill", "well"), told.append)
+    desk = ApprovingHandler(config(home, "hill", "well"), told.append)
     made = simulation(recipe(), home)
     desk.answer_message(asked("enrol", "hill", made.recipe))
     resting = [desk.is_idle]
@@ -126,7 +126,7 @@ def test_successes_are_reported_and_are_no_failures(home: Path) -> None:
 
 def test_what_a_server_writes_cannot_forge_lines(home: Path) -> None:
     told: list[str] = []
-    desk = SiteMessageHandler(config(home, "hill", "forged"), told.append)
+    desk = ApprovingHandler(config(home, "hill", "forged"), told.append)
     forged = "2030-01-01T00:00:00+00:00 refused, nothing\n\x1b[2J"
     desk.answer_message(asked("enrol", "hill", recipe(name=f"law\n{forged}")))
     desk.answer_message(messages.encode({"purpose": forged, "site": "hill", "run": forged}, {}))
@@ -196,27 +196,24 @@ def test_files_and_folders_that_will_not_do_have_the_remedy_of_a_site(tmp_path: 
 
 @pytest.mark.parametrize("train", [True, False])
 def test_predictions_are_of_the_images_that_the_dry_run_names(train: bool, home: Path) -> None:
-    """And these are the ones that a simulation predicts; others are refused to whoever asks."""
+    """Of test images alone; scores are of the parts that a simulation scores, others are refused to whoever asks."""
     found, state = recipe(rounds=1, evaluate__train=train), f"predictions {train}"
     row = previewed(found, config(home, "hill", f"{state} alone"))["predictions"]
     own = simulation(found, home).setup.dataset.sites["hill"]
-    parts = {"training": own.train, "validation": own.validation, "test": own.test}
-    named = {part: int(count) for count, part in re.findall(r"(\d+) (training|validation|test)", row.protection)}
-    assert named == {part: len(held) for part, held in parts.items() if train or part != "training"}
+    assert re.findall(r"(\d+) (training|validation|test) images", row.protection) == [(str(len(own.test)), "test")]
     crossing = Crossing(desks(home, state))
     rounds, outcome = deployed(found, home, crossing)
-    rounds.collect_predictions(outcome, predicted_parts(found))
+    told = answers_of(found, home, rounds, outcome)["hill"]
     assert crossing.desks["hill"].releases.read_entries()[-1]["kinds"]["predictions"] == row.bytes
+    assert told.predictions.keys() == {"global|test"}
     simulated = simulation(found, home).run().summary.sites["hill"]["global"]
+    assert told.scores is not None
+    assert told.scores.models["global"].keys() == simulated.keys()
     assert {part for part in simulated if part in ("train", "validation", "test")} == set(predicted_parts(found))
-    asks = loop(simulation(found, home), crossing).prepare_outbox("evaluate", 2, outcome.state, ["hill"], ["train"])[
-        "hill"
-    ]
-    assert ("failure" in said(crossing.desks["hill"].answer_message(asks))) == (not train)
 
 
 def previewed(found: Recipe, site: SiteConfig) -> dict[str, ReleasePreview]:
-    return {row.kind: row for row in SiteMessageHandler(site).preview_releases(found)}
+    return {row.kind: row for row in ApprovingHandler(site).preview_releases(found)}
 
 
 WISH = {"noise": 2.0, "delta": 1e-3}

@@ -19,8 +19,8 @@ TABLES = {
 
 
 def messages() -> str:
-    """Every string of the package, with the fields of f-strings as one character each."""
-    found = []
+    """Every string of the package, with the fields of f-strings as one character each; and what start.sh says."""
+    found = [(PACKAGE / "deploy" / "texts" / "start.sh").read_text(encoding="utf-8")]
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):

@@ -70,7 +70,7 @@ def test_whoever_plays_all_sites_in_one_place_says_so_everywhere(tmp_path: Path)
     assert "Paper: fed-align, variant paper: all sites train in this process" in page
     assert "extra megabytes of" not in page
     with pytest.raises(Refused, match="needs all sites' images in one place"):
-        check_recipe(tiny(**PAPER), "site-1", Allow(algorithms="all"), None)
+        check_recipe(tiny(**PAPER), "site-1", Allow(algorithms="all"), None, None)
 
 
 def test_features_of_a_cohort_are_of_several_rounds_and_that_is_told() -> None:

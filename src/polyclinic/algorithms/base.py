@@ -107,8 +107,15 @@ class Algorithm(ABC):
     training: Training = Training()
     pooled: ClassVar[bool] = False
     """Whether it trains on the images of all sites in one place: a baseline, which hospitals cannot run."""
+    averages: ClassVar[bool] = False
+    """Whether `aggregate` makes the same of one update, which is the weighted mean of several, as of these: only then
+    can the updates be added up behind masks. Say so in the class that defines `aggregate`."""
+    site_kinds: ClassVar[tuple[str, ...]] = ()
+    """Kinds of a broadcast that differ between sites; all others are the same for all sites of a cluster."""
     unused_options: ClassVar[dict[str, tuple[str, ...]]] = {}
     """Options without effect, by `variant`."""
+    scalars: ClassVar[tuple[str, ...]] = ()
+    """The names of all `Update.scalars`. A real site sends no other, and these only if its policy names them."""
 
     def __post_init__(self) -> None:
         check_options(self, "algorithm.")

@@ -21,7 +21,7 @@ from rich.table import Column
 from rich.text import Text
 
 import polyclinic
-from polyclinic.cli.common import Data, Json, err, out, plain_table, print_json, print_message
+from polyclinic.cli.common import Data, Json, err, find_recipe, out, plain_table, print_json, print_message
 from polyclinic.config.bundled import bundled_recipes
 from polyclinic.core import DataError
 from polyclinic.data import DATASETS, NAMED_DATASETS, describe_datasets
@@ -384,12 +384,12 @@ def _is_locked(lock: Path) -> bool:
     return False
 
 
-weights_app = typer.Typer(no_args_is_help=True, help="Convert published weights.")
+weights_app = typer.Typer(no_args_is_help=True, help="Convert published weights, or hash first weights.")
 
 
 @weights_app.callback()
 def weights() -> None:
-    """Convert published weights."""
+    """Convert published weights, or hash first weights."""
 
 
 @weights_app.command()
@@ -413,3 +413,29 @@ def convert(
         print_json({"file": str(target), **asdict(found)})
         return
     out.print(Text(f"written: {target} ({found.tensors} tensors, {found.values:,} values)"), soft_wrap=True)
+
+
+@weights_app.command("hash")
+def hash_command(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe with model.weights or model.pretrain.")],
+    classes: Annotated[
+        str | None, typer.Option(metavar="A,B", help="The sites' classes, if the recipe does not name them.")
+    ] = None,
+    channels: Annotated[int, typer.Option(min=1, help="The channels of the sites' images.")] = 1,
+    data: Data = None,
+) -> None:
+    """Print the SHA-256 of a recipe's given first weights, for `model.sha256`: real sites accept no others."""
+    from polyclinic.core import RecipeError
+    from polyclinic.deploy.serve import hash_first_weights
+
+    found = polyclinic.Recipe.load(find_recipe(recipe))
+    options = found.data.options
+    named = classes.split(",") if classes else list(options.get("classes") or options.get("task") or ())
+    if len(named) < 2:
+        raise RecipeError(f"{recipe} does not name its classes; add for example --classes benign,malignant")
+    digests = hash_first_weights(found, tuple(named), int(options.get("channels") or channels), data)
+    if not digests:
+        raise RecipeError(f"{recipe} makes its first weights from its seed, so sites need no hash; leave it out")
+    for cluster, digest in digests.items():
+        place = f"clusters.{cluster}.model.sha256" if cluster else "model.sha256"
+        out.print(Text(f"{place}: {digest}"), soft_wrap=True)

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.table import Column
 from rich.text import Text
 from typer.core import TyperGroup
 
 from polyclinic.cli.common import (
     Json,
     out,
-    plain_table,
     print_json,
     print_message,
 )
-
-if TYPE_CHECKING:
-    pass
-
 
 MAKE = "make"
 
@@ -51,27 +45,93 @@ def make(
     folder: Annotated[Path, typer.Option("--out", metavar="KITS", help="The output folder.")] = Path("kits"),
     wheel: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE.whl", help="A wheel of polyclinic for the kits, if sites cannot install it from an index."
-        ),
+        typer.Option(metavar="FILE.whl", help="A wheel of polyclinic for the kits (default: of what runs here)."),
     ] = None,
+    requirements: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Packages with hashes, by `provision lock` (default: ask pip's index now)."),
+    ] = None,
+    without_hashes: Annotated[
+        bool, typer.Option("--without-hashes", help="Make kits whose other packages have no hashes.")
+    ] = False,
+    with_keys: Annotated[
+        bool, typer.Option("--with-keys", help="Make the sites' private keys here: for rehearsals.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a certificate authority, the server's certificate, and a kit with a key for each site (the default)."""
+    """Make a certificate authority, the server's certificate, and a kit for each site (the default)."""
     from polyclinic.deploy.config import FederationConfig
-    from polyclinic.deploy.provisioning.provision import (
-        provision_federation,
+    from polyclinic.deploy.provisioning.provision import provision_federation
+    from polyclinic.deploy.provisioning.software import (
+        Software,
+        build_wheel,
+        lock_requirements,
+        read_requirements,
         read_wheel,
     )
 
-    provision_federation(FederationConfig.load(file), folder, None if wheel is None else read_wheel(wheel))
+    federation, ours = FederationConfig.load(file), build_wheel() if wheel is None else read_wheel(wheel)
+    if requirements is not None:
+        packages = read_requirements(requirements)
+    elif without_hashes:
+        packages = ""
+    else:
+        print_message("asking the package index for hashes; this takes a minute or two")
+        packages = lock_requirements(ours)
+    provision_federation(federation, folder, Software(ours, packages), site_keys=with_keys)
     _print_kits(folder, as_json)
-    if not as_json:
-        _print_next_steps(
-            f"copy to the server: {folder / 'server'}",
-            f"send to each site by a secure channel (it holds a private key): {folder / 'sites' / 'NAME.zip'}",
-            f"keep here, and give to nobody: {folder / 'ca'}",
-        )
+    if as_json:
+        return
+    if not packages:
+        print_message(f"warning: the kits have no hashes of other packages; start.sh refuses them unless told. {HOW}")
+    sent = "by a secure channel (it holds a private key)" if with_keys else "by any channel (it holds no secret)"
+    _print_next_steps(
+        f"copy to the server: {folder / 'server'}",
+        f"send to each site {sent}: {folder / 'sites' / 'NAME.zip'}",
+        "tell each site the whole fingerprint of the authority by telephone",
+        *([] if with_keys else [f"then register their keys: polyclinic provision accept {folder} REQUEST …"]),
+        f"keep here, and give to nobody: {folder / 'ca'}",
+    )
+
+
+HOW = "Make a list with hashes by `polyclinic provision lock`, then the kits anew with --requirements"
+
+
+@provision_app.command()
+def lock(
+    file: Annotated[Path, typer.Option("--out", metavar="FILE", help="The file to write.")] = Path("requirements.txt"),
+) -> None:
+    """Write the packages that kits install, with a SHA-256 for each, as pip's index gives them."""
+    from polyclinic.deploy.provisioning.software import build_wheel, lock_requirements
+    from polyclinic.storage.files import write_atomically
+
+    packages = lock_requirements(build_wheel())
+    write_atomically(file, packages.encode())
+    print_message(f"wrote {file}: {len(packages.splitlines())} packages with hashes; use it by --requirements {file}")
+
+
+@provision_app.command()
+def accept(
+    folder: Folder,
+    files: Annotated[list[Path], typer.Argument(metavar="REQUEST…", help="The files that sites have sent.")],
+    yes: Annotated[bool, typer.Option("--yes", help="The fingerprints were compared; do not ask.")] = False,
+) -> None:
+    """Register the keys that sites have made, after comparing fingerprints by telephone."""
+    from polyclinic.deploy.provisioning.provision import KitFolder, accept_requests, check_request
+    from polyclinic.deploy.provisioning.requests import read_request
+
+    requests, kits = [read_request(file) for file in files], KitFolder.open(folder)
+    for request in requests:
+        check_request(kits, request)
+        former = kits.registered.get(request.site)
+        word = "" if former is None else ", as before" if former == request.key else ", instead of its former key"
+        out.print(Text(f"{request.site} asks for the key {request.fingerprint}{word}"), soft_wrap=True)
+    if not yes and not typer.confirm("Did each site read the same fingerprint to you by telephone?"):
+        raise typer.Exit(1)
+    accept_requests(folder, requests)
+    _print_next_steps(
+        f"copy to the server: {folder / 'server'}; sites need nothing, the server gives them the new list of sites"
+    )
 
 
 @provision_app.command()
@@ -90,7 +150,9 @@ def rotate(
     if who is None:
         provision.rotate_all(folder)
         _print_next_steps(
-            f"copy to the server: {folder / 'server'}", f"send to every site: its zip in {folder / 'sites'}"
+            f"copy to the server: {folder / 'server'}",
+            f"send to every site: its zip in {folder / 'sites'}",
+            "tell each site the whole fingerprint of the new authority by telephone",
         )
     elif who == "server":
         provision.rotate_server(folder)
@@ -112,11 +174,17 @@ def revoke(folder: Folder, site: Annotated[str, typer.Argument(metavar="SITE", h
 
 
 @provision_app.command()
-def add(folder: Folder, site: Annotated[str, typer.Argument(metavar="SITE", help="The name of the site.")]) -> None:
+def add(
+    folder: Folder,
+    site: Annotated[str, typer.Argument(metavar="SITE", help="The name of the site.")],
+    with_keys: Annotated[
+        bool, typer.Option("--with-keys", help="Make the site's private key here: for rehearsals.")
+    ] = False,
+) -> None:
     """Make a kit for another site, or a new one for a revoked site."""
     from polyclinic.deploy.provisioning import provision
 
-    provision.add_site(folder, site)
+    provision.add_site(folder, site, with_keys)
     _print_next_steps(f"copy to the server: {folder / 'server'}", f"send to {site}: {provision.zip_path(folder, site)}")
 
 
@@ -141,14 +209,9 @@ def _print_kits(folder: Path, as_json: bool) -> bool:
     if as_json:
         print_json(asdict(found))
         return bool(found.problems)
-    table = plain_table(
-        Column("", overflow="fold"),
-        Column("fingerprint (SHA-256)", max_width=50, overflow="fold"),
-        Column("valid until", no_wrap=True),
-    )
     for row in found.rows:
-        table.add_row(*map(Text, (row.name, row.fingerprint, row.until)))
-    out.print(table)
+        until = f", valid until {row.until}" if row.until else ""
+        out.print(Text(f"{row.name}: {row.fingerprint}{until}"), soft_wrap=True)
     for gone in found.revoked:
         out.print(Text(f"{gone.get('why')} on {gone.get('date')}: {gone.get('site')}, {gone.get('fingerprint')}"))
     for message in [f"warning: {w}" for w in found.warnings] + [f"error: {p}" for p in found.problems]:

@@ -55,7 +55,7 @@ def report_command(
     out.print(Text(f"written: {'  '.join(map(str, written))}{kept}"), soft_wrap=True)
 
 
-NEW = "new"
+NEW, OPEN = "new", "none"
 
 
 def board_command(
@@ -68,13 +68,20 @@ def board_command(
     ] = "127.0.0.1",
     token: Annotated[
         str | None,
-        typer.Option(envvar="POLYCLINIC_BOARD_TOKEN", help=f"The token that viewers need; `{NEW}` draws one."),
+        typer.Option(
+            envvar="POLYCLINIC_BOARD_TOKEN",
+            help=f"The token that viewers need: `{NEW}` (the default here) draws one, `{OPEN}` admits every account of "
+            "this machine.",
+        ),
     ] = None,
 ) -> None:
     """Follow a run or a comparison in the browser: rounds, sites, curves, cost and failures."""
     from polyclinic.dashboard import open_board
+    from polyclinic.deploy.config import is_loopback
 
-    with open_board(folder, host, port, secrets.token_urlsafe(24) if token == NEW else token) as server:
+    if token == NEW or (token is None and is_loopback(host)):
+        token = secrets.token_urlsafe(24)
+    with open_board(folder, host, port, None if token == OPEN else token) as server:
         out.print(Text(f"board: {server.board_url}"), soft_wrap=True)
         print_message("Ctrl-C stops the board, not the run")
         try:

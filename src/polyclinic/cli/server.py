@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
 
 import typer
+from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -20,7 +23,6 @@ from polyclinic.cli.common import (
     Seed,
     Settings,
     Track,
-    err,
     find_recipe,
     number_columns,
     out,
@@ -42,7 +44,13 @@ Out = Annotated[Path, typer.Option("--out", help="The folder of the run. An inte
 
 def serve(
     server: Annotated[Path, typer.Argument(metavar="SERVER.yaml", help="The configuration file in the server's kit.")],
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a bundled recipe.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|DIR",
+            help="A recipe, or a folder of recipes: all are run in turn, and further ones awaited.",
+        ),
+    ],
     folder: Out,
     wait: Annotated[
         float | None,
@@ -68,36 +76,117 @@ def serve(
 ) -> None:
     """Run a recipe between real sites: start the server, wait for the sites, and run the rounds."""
     from polyclinic.deploy.config import ServerConfig
-    from polyclinic.deploy.processes import PATIENCE, open_server, terminate_as_interrupt
-    from polyclinic.deploy.serve import check_servable
-    from polyclinic.runs.result import read_result
+    from polyclinic.deploy.processes import open_server, terminate_as_interrupt
 
-    config = ServerConfig.load(server)
-    loaded = polyclinic.Recipe.load(find_recipe(recipe), parse_settings(settings, seed=seed, track=track or None))
-    check_servable(loaded, list(config.sites), folder)
-    if (result_file := folder / "result.json").exists():
-        ended = datetime.fromtimestamp(result_file.stat().st_mtime)
-        print_message(f"this run finished on {ended:%Y-%m-%d %H:%M}; no site was contacted")
-        print_result(read_result(folder, loaded), folder, as_json)
-        return
+    config, patience = ServerConfig.load(server), ServePatience(wait, deadline, times_slower)
+    values = parse_settings(settings, seed=seed, track=track or None)
+    console = Console(stderr=True, quiet=config.log == "json")
+
+    def say(sentence: str) -> None:
+        console.print(Text(sentence), soft_wrap=True)
+
     try:
-        with (
-            terminate_as_interrupt(),
-            open_server(config, folder, PATIENCE if loaded.quorum else math.inf) as reception,
-            Display(err) as display,
-        ):
-            reception.board.facts.update(recipe=loaded.name, rounds=loaded.rounds, folder=str(folder.resolve()))
-            display.print_line(f"{config.federation}: listening for sites on {config.host}:{config.port}")
-            try:
-                result = _run_rounds(reception, display, loaded, folder, wait, deadline, data, times_slower)
-            except PolyclinicError as error:
-                reception.board.facts.update(state=FAILED, why=str(error))
-                raise
-            reception.board.facts.update(state="finished")
+        with terminate_as_interrupt():
+            if Path(recipe).is_dir():
+                with open_server(config, file=server, report=say) as reception:
+                    _serve_queue(reception, console, Path(recipe), folder, values, patience, data)
+            loaded = polyclinic.Recipe.load(find_recipe(recipe), values)
+            if _is_finished(loaded, list(config.sites), folder, as_json):
+                return
+            with open_server(config, folder, file=server, report=say) as reception:
+                result = _play_recipe(reception, console, loaded, folder, patience, data)
     except KeyboardInterrupt:
         print_message("stopped; no finished round is lost: continue with the same command")
         raise typer.Exit(130) from None
     print_result(result, folder, as_json)
+
+
+@dataclass(frozen=True)
+class ServePatience:
+    """How long a server waits: for all sites before a run, and for a reply in a round; None: for ever."""
+
+    wait: float | None
+    deadline: float | None
+    times_slower: float = 20.0
+    """With a quorum: how many times as long as those that answered a silent site may take."""
+
+
+def _is_finished(recipe: polyclinic.Recipe, sites: list[str], folder: Path, as_json: bool) -> bool:
+    """Raise for what cannot be run, before any site has joined; print the result of a run that has finished."""
+    from polyclinic.deploy.serve import check_servable
+    from polyclinic.runs.result import read_result
+
+    check_servable(recipe, sites, folder)
+    if not (result_file := folder / "result.json").exists():
+        return False
+    ended = datetime.fromtimestamp(result_file.stat().st_mtime)
+    print_message(f"this run finished on {ended:%Y-%m-%d %H:%M}; no site was contacted")
+    print_result(read_result(folder, recipe), folder, as_json)
+    return True
+
+
+def _serve_queue(
+    reception: SiteRegistration,
+    console: Console,
+    recipes: Path,
+    out: Path,
+    values: Mapping[str, Any],
+    patience: ServePatience,
+    data: Path | None,
+) -> NoReturn:
+    """Run every recipe of a folder in turn, and wait for further ones. A run that fails does not end the server."""
+    from polyclinic.deploy.recipe_queue import RecipeQueue
+    from polyclinic.deploy.serve import check_servable
+
+    queue, is_idle = RecipeQueue(recipes, out), False
+    while True:
+        if (path := queue.next_recipe()) is None:
+            if not is_idle:
+                console.print(Text(f"all recipes in {recipes} have been run; waiting for further ones"), soft_wrap=True)
+                is_idle = True
+            time.sleep(1)
+            continue
+        is_idle, folder = False, queue.run_folder(path)
+        try:
+            recipe = polyclinic.Recipe.load(path, values)
+            check_servable(recipe, reception.link.registered_sites(), folder)
+            print_result(_play_recipe(reception, console, recipe, folder, patience, data), folder, False)
+        except PolyclinicError as error:
+            queue.set_aside(path)
+            print_message(
+                f"error: {path.name}: {error}; it is tried again when its file changes or the server restarts"
+            )
+        finally:
+            reception.board.await_run(reception.link)
+
+
+def _play_recipe(
+    reception: SiteRegistration,
+    console: Console,
+    recipe: polyclinic.Recipe,
+    folder: Path,
+    patience: ServePatience,
+    data: Path | None,
+) -> RunResult:
+    """Wait for sites, and run a recipe with them; the status says how it goes, and people are told how it ended."""
+    from polyclinic.deploy.notices import FAILED, FINISHED
+    from polyclinic.deploy.processes import PATIENCE
+
+    board, config = reception.board, reception.board.config
+    reception.engine.patience = PATIENCE if recipe.quorum else math.inf
+    board.begin_run(recipe.name, recipe.rounds, folder)
+    with Display(console) as display:
+        host, port = config.host, config.port
+        display.print_line(f"{config.federation}: listening for sites on {host}:{port}")
+        try:
+            result = _run_rounds(reception, display, recipe, folder, patience, data)
+        except PolyclinicError as error:
+            board.facts.update(state=FAILED, why=str(error))
+            board.notifier.send_and_wait(FAILED, f"{recipe.name}: {error}")
+            raise
+    board.facts.update(state="finished")
+    board.notifier.send_and_wait(FINISHED, f"{recipe.name}: {recipe.rounds} rounds; the run is in {folder}")
+    return result
 
 
 def _run_rounds(
@@ -105,21 +194,19 @@ def _run_rounds(
     display: Display,
     recipe: polyclinic.Recipe,
     folder: Path,
-    wait: float | None,
-    deadline: float | None,
+    patience: ServePatience,
     data: Path | None,
-    times_slower: float,
 ) -> RunResult:
     """Wait for sites, and run the recipe with the connected ones."""
     from polyclinic.deploy.flower.silence import SilenceRule
     from polyclinic.deploy.serve import run_deployed
     from polyclinic.federation.engines import RemoteExecution
 
-    board, sites = reception.board, list(reception.link.nodes)
-    reception.engine.silence = SilenceRule(recipe.quorum, times_slower)
+    board = reception.board
+    reception.engine.silence = SilenceRule(recipe.quorum, patience.times_slower)
     reception.engine.report_silence = board.report_silence
     board.report, board.patient = display.print_line, recipe.quorum is None
-    missing = reception.wait_for_sites(wait, recipe.quorum or len(sites), display.print_line)
+    missing = reception.wait_for_sites(patience.wait, recipe.quorum, display.print_line)
     board.begin_enrolment(reception.link.connected_sites())
 
     def watch(event: str, info: Mapping[str, Any]) -> None:
@@ -127,8 +214,9 @@ def _run_rounds(
         display.on_event(event, info)
 
     display.start_run(recipe, 0, 1)
-    remote = RemoteExecution(reception.engine, "flower", deadline, most_images=board.config.images)
-    return run_deployed(recipe, remote, sites, folder, watch, data, missing)
+    remote = RemoteExecution(reception.engine, "flower", patience.deadline, most_images=board.config.images)
+    sites = reception.link.registered_sites()
+    return run_deployed(recipe, remote, sites, folder, watch, data, missing, reception.read_peers)
 
 
 FAILED = "failed"
@@ -158,12 +246,18 @@ def status(
         print_json(whole)
         return
     out.print(Text(_status_line(whole)), soft_wrap=True)
+    _print_warnings(found)
     out.print(_sites_table(whole))
     for refusal in found["refusals"]:
         out.print(
             Text(f"refused {refusal['site'] or 'a stranger'}, {refusal['times']} times: {refusal['why']}"),
             soft_wrap=True,
         )
+
+
+def _print_warnings(found: Status) -> None:
+    for warning in found.get("warnings", ()) if found["alive"] else ():
+        out.print(Text(f"warning: {warning}"), soft_wrap=True)
 
 
 def _state_folder(path: Path) -> Path:
@@ -211,6 +305,8 @@ def _sites_table(found: Status) -> Table:
         table.add_row(*map(Text, [site, state, _format_age(there["seen"]), *counts, *map(_format_megabytes, sizes)]))
     kinds = ("absent", "last failure", "outlier", "silent")
     notes = [f"{site} {why}" for kind in kinds for site, why in found.get(kind, {}).items()]
+    versions = ((site, there["version"]) for site, there in found["sites"].items() if "version" in there)
+    notes += [f"{site} runs polyclinic {version}, this server {polyclinic.__version__}" for site, version in versions]
     table.caption = Text("\n".join(notes)) if notes else None
     table.caption_justify = "left"
     return table
@@ -231,6 +327,7 @@ def _print_site(found: Status, folder: Path, as_json: bool) -> None:
     over = found["alive"] or found["state"].startswith(STOPPED)
     state = found["state"] if over else f"its process ended without a message; its last state was: {found['state']}"
     out.print(Text(f"{found['site']}: {state}"), soft_wrap=True)
+    _print_warnings(found)
     if trouble is not None:
         when, sentence = trouble
         out.print(Text(f"last refusal or failure, {_format_age(when)} ({when}): {sentence}"), soft_wrap=True)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
+import json
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,17 +22,24 @@ import polyclinic
 from polyclinic.cli.common import (
     Json,
     find_recipe,
+    number_columns,
     out,
     plain_table,
     print_json,
     print_message,
 )
+from polyclinic.cli.display import format_scores
 from polyclinic.core import RecipeError
 from polyclinic.reporting.formatting import round_up
 
 if TYPE_CHECKING:
     from polyclinic.config.capability import Capability, ResourceWeights
+    from polyclinic.deploy.site.config import SiteConfig
     from polyclinic.deploy.site.message_handler import SiteMessageHandler
+
+
+NO_RUN = 3
+"""The exit code of `join --once` if no run began."""
 
 
 def join(
@@ -40,31 +50,61 @@ def join(
             "--dry-run", metavar="RECIPE", help="Show what this recipe would send from this site, and send nothing."
         ),
     ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Take part in one run, then end: for the machines of a batch system.")
+    ] = False,
+    wait: Annotated[
+        float | None,
+        typer.Option(
+            "--wait", min=1, help=f"With --once: seconds to wait for a run; exit code {NO_RUN} if none began."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Take part with this site's images: connect, and answer requests that the policy in SITE.yaml allows."""
     from polyclinic.deploy.processes import serve_site
     from polyclinic.deploy.site.config import SiteConfig, config_warnings, with_remedy
     from polyclinic.deploy.site.message_handler import SiteMessageHandler
+    from polyclinic.deploy.site.peers import check_own_kit
 
-    config = SiteConfig.load(site)
+    config, begun = SiteConfig.load(site), time.monotonic()
 
     def log(sentence: str) -> None:
+        line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "site": config.site, "message": sentence}
+        text = f"{datetime.now():%H:%M:%S} {config.site}: {sentence}"
         with contextlib.suppress(OSError):  # a terminal that is gone, or a log on a full disk, shall not end the work
-            print_message(f"{datetime.now():%H:%M:%S} {config.site}: {sentence}")
+            print_message(json.dumps(line, ensure_ascii=False) if config.log == "json" else text)
 
-    for warning in config_warnings(config):
+    for warning in (*config_warnings(config), *check_own_kit(config)):
         log(warning)
     with with_remedy():
         handler = SiteMessageHandler(config, log)
         if rehearsed is not None:
             _print_releases(handler, polyclinic.Recipe.load(find_recipe(rehearsed)), as_json)
+            if not as_json:
+                out.print(Text("to approve it: polyclinic site approve SITE.yaml RECIPE"), soft_wrap=True)
             return
+
+        def is_done() -> bool:
+            late = wait is not None and not handler.begun_runs and time.monotonic() > begun + wait
+            return once and (handler.ended_runs > 0 or late)
+
         try:
-            serve_site(config, handler.answer_message, log, lambda: handler.is_idle)
+            serve_site(
+                config,
+                handler.answer_message,
+                log,
+                lambda: handler.is_idle,
+                handler.largest_message,
+                handler.note_absence,
+                is_done,
+            )
         except KeyboardInterrupt:
             log("stopped")
             raise typer.Exit(0) from None
+        if not handler.ended_runs:
+            log(f"no run began within {wait:g} s")
+            raise typer.Exit(NO_RUN)
 
 
 def _print_releases(handler: SiteMessageHandler, recipe: polyclinic.Recipe, as_json: bool) -> None:
@@ -86,10 +126,190 @@ def _print_releases(handler: SiteMessageHandler, recipe: polyclinic.Recipe, as_j
     prices = sorted({row.epsilon for row in rows if row.epsilon is not None})
     table.caption = Text("\n".join(f"ε of the whole run: {round_up(price)}" for price in prices))
     out.print(table)
-    out.print(Text(f"to allow only this recipe, add to allow.recipes:\n{mark}"), soft_wrap=True)
+    out.print(Text(f"SHA-256 of the recipe:\n{mark}"), soft_wrap=True)
 
 
-site_app = typer.Typer(no_args_is_help=True, help="Measure this site's machine.")
+site_app = typer.Typer(no_args_is_help=True, help="A site's own people: approvals, key, log, scores and machine.")
+SiteFile = Annotated[Path, typer.Argument(metavar="SITE.yaml", help="The configuration file in the site's kit.")]
+
+
+@site_app.command("key")
+def key_command(
+    site: SiteFile,
+    new: Annotated[bool, typer.Option("--new", help="Replace the key that is there; the old one is kept.")] = False,
+) -> None:
+    """Make this site's private key, and the request by which the coordinator registers it."""
+    from polyclinic.deploy.provisioning.requests import make_site_key, write_request
+    from polyclinic.deploy.site.config import SiteConfig
+
+    config = SiteConfig.load(site)
+    if config.key is None:
+        raise RecipeError(f"{site} lacks the key 'key'; use the file of the kit")
+    request = config.key.with_name("request.json")
+    found = write_request(request, config.federation, config.site, make_site_key(config.key, new))
+    out.print(Text(f"private key: {config.key} (give it to nobody)"), soft_wrap=True)
+    out.print(Text(f"send to the coordinator by any channel: {request}"), soft_wrap=True)
+    out.print(Text(f"and read to the coordinator by telephone: {found.fingerprint}"), soft_wrap=True)
+
+
+@site_app.command("log")
+def log_command(
+    site: SiteFile,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check that no row of releases.jsonl was changed or is missing.")
+    ] = False,
+    last: Annotated[int, typer.Option("--last", min=0, metavar="N", help="How many rows to show.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Show what has left this site, by the log of releases."""
+    from polyclinic.deploy.site.config import SiteConfig
+    from polyclinic.deploy.site.release_log import ReleaseLog
+
+    log = ReleaseLog(SiteConfig.load(site).folder)
+    rows, chain = log.verify_chain() if verify else (0, "")
+    entries = log.read_entries()
+    if as_json:
+        print_json({"rows": entries[-last:] if last else [], "verified": rows if verify else None, "chain": chain})
+        return
+    table = plain_table(
+        "time", "run", Column("round", justify="right"), "for", "kinds", Column("bytes", justify="right")
+    )
+    for row in entries[-last:] if last else []:
+        times = f" ({row['times']} times)" if "times" in row else ""
+        cells = row["time"], row["run"], row["round"], row["purpose"] + times, ", ".join(row["kinds"]), row["bytes"]
+        table.add_row(*(Text(str(cell)) for cell in cells))
+    out.print(table)
+    if verify:
+        out.print(
+            Text(f"{rows} rows, none changed or missing before the last; the chain ends in {chain or '–'}"),
+            soft_wrap=True,
+        )
+
+
+@site_app.command("scores")
+def scores_command(
+    site: SiteFile,
+    as_json: Json = False,
+) -> None:
+    """Show how the final models of all finished runs did on this site's own images, and what of it left the site."""
+    from polyclinic.deploy.site.config import SiteConfig
+    from polyclinic.deploy.site.scores import describe_release, read_kept_scores
+
+    config = SiteConfig.load(site)
+    found = read_kept_scores(config.folder)
+    if as_json:
+        print_json([kept.model_dump(mode="json") for kept in found])
+        return
+    if not found:
+        out.print(Text(f"{config.site} has taken part in no run that was evaluated yet"), soft_wrap=True)
+        return
+    table = plain_table(
+        Column("run", overflow="fold"),
+        "recipe",
+        "model",
+        *number_columns("n", "accuracy [95 %]", "AUC [95 %]", "sensit.", "specif."),
+    )
+    for kept in found:
+        cells = ["–"] * 5 if kept.judged is None else format_scores(kept.judged)
+        table.add_row(*map(Text, [kept.run, kept.recipe, kept.headline or "–", *cells]))
+    out.print(table)
+    for kept in found:
+        out.print(Text(f"{kept.time} {describe_release(kept)}"), soft_wrap=True)
+    out.print(Text(f"all metrics, parts and models: {config.folder / 'scores'}"), soft_wrap=True)
+
+
+@site_app.command("approve")
+def approve_command(
+    site: SiteFile,
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="[RECIPE]", help="The recipe as agreed; none: list what is approved.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Approve without asking.")] = False,
+    by: Annotated[str | None, typer.Option(metavar="NAME", help="Who approves; default: the user's name.")] = None,
+    revoke: Annotated[
+        str | None, typer.Option(metavar="SHA256", help="Withdraw the approval of this recipe (or its first letters).")
+    ] = None,
+) -> None:
+    """Let a recipe run at this site: shows what it would send and the policy in force, then asks."""
+    from polyclinic.deploy.site.config import SiteConfig, with_remedy
+    from polyclinic.deploy.site.message_handler import SiteMessageHandler
+    from polyclinic.deploy.site.policy import approval_remarks, approve_recipe
+
+    config = SiteConfig.load(site)
+    with with_remedy():
+        if revoke is not None:
+            _revoke_approval(config.folder, revoke)
+        if recipe is None:
+            _print_approvals(config.folder)
+            return
+        found = polyclinic.Recipe.load(find_recipe(recipe))
+        _print_releases(SiteMessageHandler(config), found, as_json=False)
+        _print_policy(config)
+        for remark in approval_remarks(found, config.budget):
+            out.print(Text(f"note: {remark}"), soft_wrap=True)
+        if not yes and not typer.confirm(f"Shall {config.site} take part in {found.name!r} under this policy?"):
+            raise typer.Exit(1)
+        digest = approve_recipe(
+            config.folder, found, by or getpass.getuser(), datetime.now().astimezone().isoformat(timespec="seconds")
+        )
+    out.print(Text(f"{config.site} has approved {found.name!r}; to withdraw: --revoke {digest[:12]}"), soft_wrap=True)
+
+
+def _revoke_approval(folder: Path, start: str) -> None:
+    from polyclinic.deploy.site.policy import read_approvals, write_approvals
+
+    known = read_approvals(folder)
+    gone = [approval for approval in known if approval.digest.startswith(start.lower())]
+    if len(gone) != 1 or not start:
+        raise typer.BadParameter(
+            f"{len(gone)} approved recipes begin with {start!r}; give more of the SHA-256 that is listed",
+            param_hint="--revoke",
+        )
+    write_approvals(folder, [approval for approval in known if approval not in gone])
+    out.print(Text(f"no longer approved: {gone[0].name!r} ({gone[0].digest})"), soft_wrap=True)
+
+
+def _print_approvals(folder: Path) -> None:
+    from polyclinic.deploy.site.policy import read_approvals
+
+    known = read_approvals(folder)
+    table = plain_table("recipe", "approved", "by", Column("SHA-256", overflow="fold"))
+    for approval in known:
+        table.add_row(*map(Text, (approval.name, approval.date, approval.by, approval.digest)))
+    out.print(table if known else Text("no recipe is approved, so none can run here"))
+
+
+def _print_policy(config: SiteConfig) -> None:
+    """Print what `allow` and `budget` in site.yaml say, defaults included."""
+    table = plain_table("policy in force", Column("", overflow="fold"))
+    for name, value in config.allow.model_dump().items():
+        shown = ", ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+        table.add_row(Text(f"allow.{name}"), Text(shown))
+    budget = "none: no bound on what a server can learn from updates" if config.budget is None else str(config.budget)
+    table.add_row(Text("budget"), Text(budget))
+    out.print(table)
+
+
+@site_app.command("allow-round")
+def allow_round_command(
+    site: SiteFile,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run, as the site's terminal names it.")],
+    round: Annotated[int, typer.Argument(metavar="ROUND", min=1, help="The round that the server may ask for next.")],
+) -> None:
+    """Let the server of a run go back to a round, or leave rounds out: once, and only this site's own people can."""
+    from polyclinic.deploy.site.config import SiteConfig, with_remedy
+    from polyclinic.deploy.site.orders import allow_round
+
+    config = SiteConfig.load(site)
+    folder = config.folder / "runs" / run
+    if not re.fullmatch(r"[0-9A-Za-z_-]{1,64}", run) or not (folder / "begin.pcl").exists():
+        known = sorted(path.parent.name for path in (config.folder / "runs").glob("*/begin.pcl"))
+        raise typer.BadParameter(
+            f"{config.site} takes part in no run {run!r:.70}; there are: {', '.join(known) or 'none'}", param_hint="RUN"
+        )
+    with with_remedy():
+        allow_round(folder, round)
+    out.print(Text(f"{config.site} will take round {round} of run {run} next, whatever it has answered"))
 
 
 @site_app.command("capability")

@@ -130,12 +130,19 @@ class ModelSection(ClosedSection):
     """group: GroupNorm replaces BatchNorm, so that no image influences another."""
     weights: str | None = None
     """Initial weights: a safetensors file, or `torchvision` for the weights that torchvision downloads."""
+    sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$")
+    """The SHA-256 of first weights that come from `weights` or `pretrain`, by which real sites recognise them."""
     split_after: int | None = Field(None, ge=1)
     """The stage after which the extractor ends and the head begins; None: before the last layers."""
     pretrain: int | None = Field(None, ge=1)
     """Epochs of training on the public dataset, at the server, before round 1."""
     activation_checkpointing: bool = False
     """Recompute the activations of blocks in the backward pass instead of keeping them."""
+
+    @property
+    def starts_elsewhere(self) -> bool:
+        """Whether its first weights are given, rather than made from the seed."""
+        return self.weights is not None or self.pretrain is not None
 
 
 class ClusterSection(ClosedSection):
@@ -150,7 +157,7 @@ class ClusterSection(ClosedSection):
 
 class EvaluateSection(ClosedSection):
     every: int = Field(1, ge=0)
-    bootstrap: int = Field(1000, ge=0)
+    bootstrap: int = Field(1000, ge=0, le=100_000)
     train: bool = True
     """Also predict the training images after the last round, which gives the generalisation gap."""
     forgetting: bool = False
@@ -256,6 +263,11 @@ class Recipe(ClosedSection):
         kind = _check_choice(ALGORITHMS, self.algorithm.name, "algorithm", "algorithm.name")
         options = {**self.algorithm.options, "training": replace(self.training, private=private)}
         return validate_as(kind, options, "algorithm.")
+
+    @property
+    def trained_models(self) -> dict[str, ModelSection]:
+        """The model of each cluster; without clusters that of all sites, named ""."""
+        return {name: section.model for name, section in self.clusters.items()} or {"": self.model}
 
     @property
     def thresholds(self) -> dict[str, float]:

@@ -82,6 +82,9 @@ if TYPE_CHECKING:
     )
 
 __version__ = "0.1.0"
+PROTOCOL = 1
+"""Of a server and its sites: equal numbers may talk, whatever their versions. Raise it when messages, or what sites or
+server compute from them, change."""
 _NAMES = {
     "errors": (
         "DataError",

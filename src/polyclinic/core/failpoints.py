@@ -31,6 +31,18 @@ FAILPOINTS = (
     "run-key-written",
     "chain-key-moved",
     "run-begun",
+    "order-recorded",
+    "keys-made",
+    "secrets-shared",
+    "update-masked",
+    "survivors-recorded",
+    "shares-revealed",
+    "keys-collected",
+    "shares-collected",
+    "masked-update-added",
+    "updates-collected",
+    "survivors-agreed",
+    "sum-unmasked",
 )
 
 _name, _left = "", 0

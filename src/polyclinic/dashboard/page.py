@@ -328,6 +328,8 @@ def _failure_blocks(view: PageState) -> list[Block]:
     for run in view.runs:
         if resumed := sum(row.event == "resumed" for row in run.ledger):
             events.append(f"{view.run_label(run)} was interrupted and resumed {format_count(resumed, 'time')}.")
+        if run.status is not None and run.status.get("alive"):
+            events += [f"Warning: {sentence}." for sentence in run.status.get("warnings", ())]
         events += [
             f"Refused {each['site'] or 'a stranger'}, {format_count(each['times'], 'time')}: {each['why']}."
             for each in (run.status or {}).get("refusals", ())

@@ -4,7 +4,7 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -45,6 +45,20 @@ def find_host_problem(host: str) -> str:
 
 def join_host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_host_port(address: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT, where an IPv6 address has brackets; raises ValueError with a sentence."""
+    host, _, port = address.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    if (
+        host.startswith("[") != (":" in bare)
+        or not bare
+        or not re.fullmatch("[0-9]{1,5}", port)
+        or int(port) >= 1 << 16
+    ):
+        raise ValueError("it should be HOST:PORT, such as 0.0.0.0:9443 or [::]:9443")
+    return bare, int(port)
 
 
 def site_folder_name(site: SiteId) -> str:
@@ -118,6 +132,8 @@ class ServerConfig(BaseModel):
     ca: Path = Field(default=Path("ca.crt"), strict=False)
     revoked: Path = Field(default=Path("revoked.yaml"), strict=False)
     """Lists revoked keys, so that the server's log can name a site that still uses one."""
+    peers: Path = Field(default=Path("peers.json"), strict=False)
+    """The list of sites that the authority has signed, which sites are given."""
     folder: Path = Field(default=Path("state"), strict=False)
     sites: Mapping[SiteId, Annotated[Path, Field(strict=False)]]
     """The file of each site's public key."""
@@ -125,13 +141,40 @@ class ServerConfig(BaseModel):
     """The most images, of all parts together, that a site may register: as many as its people have told you of."""
     insecure: bool = False
     """Serve without TLS: for rehearsals on one machine."""
+    listen: str = ""
+    """HOST:PORT to listen on, if it is not the one in the certificate; "": every interface, on `port`."""
+    monitor: str = ""
+    """HOST:PORT for /health and /metrics, such as 127.0.0.1:9100; "": none."""
+    log: Literal["text", "json"] = "text"
+    """The form of the log: lines to read, or one JSON object an event."""
+    notify: tuple[str, ...] = Field(default=(), strict=False)
+    """A command that is run with an event and a sentence when a run ends or people are needed."""
+
+    @property
+    def listen_address(self) -> tuple[str, int]:
+        """Where to listen: as `listen` says, or on the loopback interface if sites find the server there, or on all."""
+        if self.listen:
+            return split_host_port(self.listen)
+        if is_loopback(self.host):
+            return "127.0.0.1" if parse_address(self.host) is None else self.host, self.port
+        address = parse_address(self.host)
+        return "::" if address is not None and address.version == 6 else "0.0.0.0", self.port
+
+    @field_validator("listen", "monitor")
+    @classmethod
+    def _check_address(cls, address: str) -> str:
+        if address and parse_address(host := split_host_port(address)[0]) is None and not is_loopback(host):
+            raise ValueError("it should begin with an address of this machine, such as 127.0.0.1 or 0.0.0.0")
+        return address
 
     @classmethod
     def load(cls, path: Path) -> Self:
         values = read_yaml(path, "server.yaml", "give the one of the server's kit", "federation, host, port and sites")
         config = validate_config(cls, path.name, values)
         here = path.resolve().parent
-        places = {name: here / getattr(config, name) for name in ("certificate", "key", "ca", "revoked", "folder")}
+        places = {
+            name: here / getattr(config, name) for name in ("certificate", "key", "ca", "revoked", "peers", "folder")
+        }
         return config.model_copy(update={**places, "sites": {site: here / key for site, key in config.sites.items()}})
 
     @model_validator(mode="after")
@@ -142,11 +185,12 @@ class ServerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_loopback(self) -> Self:
-        if self.insecure and not is_loopback(self.host):
-            raise ValueError(
-                f"insecure: true is for rehearsals on one machine, and {self.host} is not this machine; "
-                "set insecure: false, or host: 127.0.0.1"
-            )
+        for host in (self.host, self.listen_address[0]):
+            if self.insecure and not is_loopback(host):
+                raise ValueError(
+                    f"insecure: true is for rehearsals on one machine, and {host} is not this machine; "
+                    "set insecure: false, or host: 127.0.0.1"
+                )
         return self
 
 

@@ -5,16 +5,22 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
 from polyclinic.config.identity import check_same_recipe
 from polyclinic.config.recipe import Recipe
-from polyclinic.core import Failure, RecipeError, Refused, RoundFailed, SiteId, StoreError, __version__
+from polyclinic.core import PROTOCOL, Failure, RecipeError, Refused, RoundFailed, SiteId, StoreError, __version__
+from polyclinic.data import DATASETS
+from polyclinic.deploy.cohort import ServerCohort, hash_terms
+from polyclinic.deploy.provisioning.peer_list import peer_keys
+from polyclinic.deploy.site.policy import unnamed_weights
 from polyclinic.federation.engines import Answer, Engine, RemoteExecution
+from polyclinic.federation.mailbox import DividedMessages, Outbox, message_parts
 from polyclinic.federation.rounds import Watch
+from polyclinic.runs.assemble import assemble, first_weights_digests, make_no_plan
 from polyclinic.runs.experiment import Experiment, run_tracked
 from polyclinic.runs.remote_sites import RemoteSites, SiteProfile, find_misfits
 from polyclinic.runs.result import RunResult, read_result
@@ -23,8 +29,12 @@ from polyclinic.storage import messages
 from polyclinic.storage.files import erase_file, write_json
 from polyclinic.storage.run_folder import RunFolder
 
+Peers: TypeAlias = dict[str, object]
+ReadPeers: TypeAlias = Callable[[], Peers | None]
 Fields: TypeAlias = dict[str, object]
 """The JSON fields of a reply, which the caller checks."""
+SPEAKS: Mapping[str, object] = {"version": __version__, "protocol": PROTOCOL}
+"""What every announcement says of the server. The protocol decides whether a site takes part."""
 UNFIT = "unfit"
 """Names the run that is announced to a site that does not fit, so that it can explain why."""
 FAREWELL = 30.0
@@ -39,6 +49,7 @@ def run_deployed(
     watch: Watch = lambda *_: None,
     data: Path | None = None,
     missing: Mapping[SiteId, str] | None = None,
+    read_peers: ReadPeers = lambda: None,
 ) -> RunResult:
     """Run a recipe between real sites; an interrupted run continues where it stopped.
 
@@ -50,16 +61,23 @@ def run_deployed(
         watch: Is called with every event of the run.
         data: The folder of the server's own public images, if the recipe has any.
         missing: Sites that are not asked whether they take part, and why.
+        read_peers: Returns the content of peers.json, by which sites know each other; None without kits.
     """
     check_servable(recipe, sites, folder)
     if RunFolder(folder).is_finished:
         erase_file(RunFolder(folder).secret)  # of a run that was killed as it ended
         return read_result(folder, recipe)
-    profiles, absent = enrol_sites(recipe, remote, sites, folder, watch, missing or {})
-    announced = AnnouncedEngine(remote.engine, remote.deadline)
-    remote = replace(remote, engine=announced, absent=absent)
+    profiles, absent = enrol_sites(recipe, remote, sites, folder, watch, missing or {}, read_peers)
+    announced = AnnouncedEngine(remote.engine, remote.deadline, read_peers)
+    listed = read_peers()
+    keys = None if listed is None else peer_keys(listed)
+    remote = replace(remote, engine=announced, absent=absent, peers=keys)
     experiment = Experiment(recipe, folder, data, watch, RemoteSites.from_profiles(profiles), remote)
-    announced.announcement = _begin_fields(experiment)
+    announced.announcement = begin = _begin_fields(experiment)
+    if listed is not None and keys is not None:
+        statements, algorithm = RunFolder(folder).statements, experiment.setup.algorithm
+        run, federation = experiment.run_id(), str(listed["federation"])
+        announced.cohort = ServerCohort(federation, run, statements, algorithm, keys, hash_terms(begin))
     write_json(RunFolder(folder).enrolment, {site: card.model_dump(mode="json") for site, card in profiles.items()})
     result = run_tracked(experiment)
     announced.end_run()
@@ -77,6 +95,9 @@ def check_servable(recipe: Recipe, sites: Sequence[SiteId], folder: Path) -> Non
         raise RecipeError(
             f"{recipe.algorithm.name} needs all sites' images in one place; it is a baseline for simulations only"
         )
+    for cluster, model in recipe.trained_models.items():
+        if model.starts_elsewhere and model.sha256 is None:
+            raise RecipeError(unnamed_weights(f"clusters.{cluster}.model" if cluster else "model"))
     for name in ("quorum", "cohort"):
         wanted = getattr(recipe, name)
         if wanted is not None and wanted > len(sites):
@@ -85,6 +106,19 @@ def check_servable(recipe: Recipe, sites: Sequence[SiteId], folder: Path) -> Non
     check_same_recipe(folder, recipe, served=True)
     if not RunFolder(folder).is_finished:
         RunFolder(folder).prepare()
+
+
+def hash_first_weights(recipe: Recipe, classes: tuple[str, ...], channels: int, data: Path | None) -> dict[str, str]:
+    """Return the SHA-256 of a recipe's given first weights, by cluster, before any site is there.
+
+    `classes`, `channels`: of the sites' images. `data`: the folder of the server's own public images and weights.
+    """
+    size = recipe.data.options.get("size") or DATASETS[recipe.data.name].options.model_fields["size"].default
+    counts = {"train": 1, "validation": 0, "test": 0, "groups": (1, 0), "unnamed": (0, 0, 0), "left_out": 0}
+    shape = {"version": __version__, "classes": classes, "channels": channels, "size": size, "fingerprint": ""}
+    sites = RemoteSites.from_profiles({"site": SiteProfile.model_validate({**counts, **shape})})
+    bare = recipe.model_copy(update={"privacy": None})
+    return first_weights_digests(assemble(bare, sites, make_no_plan, data, "site"))
 
 
 def recipe_for_sites(recipe: Recipe) -> str:
@@ -99,6 +133,7 @@ def enrol_sites(
     folder: Path,
     watch: Watch,
     missing: Mapping[SiteId, str],
+    read_peers: ReadPeers = lambda: None,
 ) -> tuple[dict[SiteId, SiteProfile], dict[SiteId, str]]:
     """Ask the sites whether they take part.
 
@@ -107,7 +142,7 @@ def enrol_sites(
     Returns:
         The profile of each site that takes part, and for each other site why it does not.
     """
-    kept, enrolment = _read_enrolment(RunFolder(folder).enrolment), Enrolment(recipe, remote, watch)
+    kept, enrolment = _read_enrolment(RunFolder(folder).enrolment), Enrolment(recipe, remote, watch, read_peers)
     for site in sites:
         if kept and site not in kept:
             enrolment.exclude_site(
@@ -130,9 +165,24 @@ def enrol_sites(
             f"{len(enrolment.profiles)} of {len(sites)} sites enrolled, {needed} are needed ({why}); mend that, or set "
             "quorum"
         )
+    check_least_sites(recipe, enrolment.least_sites, len(sites))
     there = kept or enrolment.profiles
     taking = {site: there[site] for site in sites if site in there}  # a site that is only late may still join a round
     return taking, {site: why for site, why in absent.items() if site not in taking}
+
+
+def check_least_sites(recipe: Recipe, asked: Mapping[SiteId, int], sites: int) -> None:
+    """Raise `RecipeError` if a round could count with fewer sites than one of them asks for: it would then refuse the
+    next round, and all further ones."""
+    played = min(recipe.quorum or sites, recipe.cohort or sites)
+    for site, least in asked.items():
+        if least > played:
+            keys = " and ".join(key for key in ("quorum", "cohort") if (getattr(recipe, key) or sites) < least)
+            remedy = f"raise {keys} to {least}" if keys and least <= sites else "more sites are needed"
+            raise RecipeError(
+                f"{site} takes part only with {least} sites or more (allow.least_sites in its site.yaml), and a round "
+                f"of this recipe may have {played}; {remedy}, or it can lower that"
+            )
 
 
 @dataclass
@@ -142,8 +192,11 @@ class Enrolment:
     recipe: Recipe
     remote: RemoteExecution
     watch: Watch
+    read_peers: ReadPeers = lambda: None
     profiles: dict[SiteId, SiteProfile] = field(default_factory=dict)
     absent: dict[SiteId, str] = field(default_factory=dict)
+    least_sites: dict[SiteId, int] = field(default_factory=dict)
+    """How many sites each of them asks for in every round."""
 
     def enrol_all(self, sites: Sequence[SiteId]) -> None:
         profiles: dict[SiteId, SiteProfile] = {}
@@ -153,6 +206,8 @@ class Enrolment:
                 continue
             try:
                 profiles[site] = SiteProfile.from_fields(answer.get("card", {}))
+                least = answer.get("least_sites")
+                self.least_sites[site] = least if type(least) is int else 1
             except Refused as refusal:
                 self.exclude_site(site, Failure("refused", str(refusal)))
         for site in [site for site in profiles if site in self.remote.most_images]:
@@ -179,7 +234,8 @@ class Enrolment:
             return
         common, plan = next(iter(self.profiles.values())), {"noise": 0.0, "metrics_noise": None, "holders": 1}
         shape = {"classes": list(common.classes), "channels": common.channels, "size": common.size}
-        fields = {"purpose": "begin", "run": UNFIT, **shape, "plan": self.recipe.privacy and plan}
+        sites = [*self.profiles, site]
+        fields = {"purpose": "begin", "run": UNFIT, **shape, "sites": sites, "plan": self.recipe.privacy and plan}
         for _, answer in self._send_recipe(fields, [site]):
             if not isinstance(answer, Failure):
                 list(ask_sites(self.remote.engine, {"purpose": "end", "run": UNFIT}, [site], self.remote.deadline))
@@ -187,8 +243,13 @@ class Enrolment:
     def _send_recipe(
         self, fields: Mapping[str, object], sites: Sequence[SiteId]
     ) -> Iterable[tuple[SiteId, Fields | Failure]]:
-        recipe = {"version": __version__, "recipe": recipe_for_sites(self.recipe), "seed": self.recipe.seed}
-        return ask_sites(self.remote.engine, {**fields, **recipe}, sites, self.remote.deadline) if sites else ()
+        recipe = {**SPEAKS, "recipe": recipe_for_sites(self.recipe), "seed": self.recipe.seed}
+        told = {**fields, **recipe, **_peers_field(self.read_peers())}
+        return ask_sites(self.remote.engine, told, sites, self.remote.deadline) if sites else ()
+
+
+def _peers_field(peers: Peers | None) -> dict[str, object]:
+    return {} if peers is None else {"peers": peers}
 
 
 def _read_enrolment(path: Path) -> dict[SiteId, SiteProfile]:
@@ -226,12 +287,13 @@ def _begin_fields(experiment: Experiment) -> dict[str, object]:
     return {
         "purpose": "begin",
         "run": experiment.run_id(),
-        "version": __version__,
+        **SPEAKS,
         "recipe": recipe_for_sites(recipe),
         "seed": recipe.seed,
         "classes": list(dataset.classes),
         "channels": dataset.channels,
         "size": dataset.size,
+        "sites": list(dataset.sites),
         "plan": plan
         and {
             "noise": plan.noise,
@@ -248,22 +310,48 @@ class AnnouncedEngine:
 
     engine: Engine
     deadline: float | None
+    read_peers: ReadPeers = lambda: None
+    cohort: ServerCohort | None = None
+    """The statements of the sites on what they received; None without kits."""
     announcement: dict[str, object] = field(default_factory=dict)
     ready: set[SiteId] = field(default_factory=set)
+    _peers: Peers | None = None
 
     def exchange(
         self, round: int, sent: Mapping[SiteId, bytes], deadline: float | None
     ) -> Iterable[tuple[SiteId, Answer]]:
+        self._look_for_other_peers()
         new = [site for site in sent if site not in self.ready]
-        for site, answer in ask_sites(self.engine, self.announcement, new, self.deadline) if new else ():
+        told = {**self.announcement, **_peers_field(self._peers)}
+        for site, answer in ask_sites(self.engine, told, new, self.deadline) if new else ():
             if isinstance(answer, Failure):
                 yield site, answer
-            elif answer.get("ready") is True:
-                self.ready.add(site)
-            else:
+            elif answer.get("ready") is not True:
                 yield site, Failure("error", f"{site} is not ready for this run")
-        if ready := ReadyMessages(sent, self.ready):
+            elif self.cohort is not None and (wrong := self.cohort.take_terms(site, answer)) is not None:
+                yield site, wrong
+            else:
+                self.ready.add(site)
+        ready = ReadyMessages(sent, self.ready)
+        if not ready:
+            return
+        if self.cohort is None or not isinstance(sent, Outbox):
             yield from self.engine.exchange(round, ready, deadline)
+            return
+        self.cohort.save()
+        self.cohort.show_statements(sent)
+        try:
+            for site, reply in self.engine.exchange(round, ready, deadline):
+                yield site, self.cohort.take_reply(site, reply, sent)
+        finally:
+            self.cohort.save()
+
+    def _look_for_other_peers(self) -> None:
+        """If the list of sites has changed, announce the run again with the new one: keys may have been rotated."""
+        peers = self.read_peers()
+        if peers is not None and self.cohort is not None and peers != self._peers:
+            self._peers, self.cohort.peers = peers, peer_keys(peers)
+            self.ready.clear()
 
     def end_run(self) -> None:
         """Tell the sites that the run is over and its data can be deleted. Nothing depends on their receiving it."""
@@ -271,7 +359,7 @@ class AnnouncedEngine:
         list(ask_sites(self.engine, fields, sorted(self.ready), patience))
 
 
-class ReadyMessages(Mapping[SiteId, bytes]):
+class ReadyMessages(DividedMessages):
     """The messages to sites that are ready, encoded when they are read."""
 
     def __init__(self, sent: Mapping[SiteId, bytes], ready: Iterable[SiteId]) -> None:
@@ -279,6 +367,13 @@ class ReadyMessages(Mapping[SiteId, bytes]):
 
     def __getitem__(self, site: SiteId) -> bytes:
         return self.sent[site]
+
+    def parts(self, site: SiteId) -> tuple[bytes, ...]:
+        return message_parts(self.sent, site)
+
+    def release_shared(self) -> None:
+        if isinstance(self.sent, DividedMessages):
+            self.sent.release_shared()
 
     def __iter__(self) -> Iterator[SiteId]:
         return iter(self.names)

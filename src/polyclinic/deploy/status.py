@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
@@ -19,26 +19,33 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from polyclinic.core import SiteId, StoreError
+from polyclinic.core import SiteId, StoreError, __version__
 from polyclinic.deploy.config import ServerConfig
+from polyclinic.deploy.notices import ATTENTION, JsonLines, Notifier
 from polyclinic.deploy.site.release_log import timestamp
+from polyclinic.deploy.upkeep import server_expiries
 from polyclinic.storage.files import write_json
 
 if TYPE_CHECKING:
     from polyclinic.deploy.flower.server import SuperLink
+    from polyclinic.deploy.site.config import SiteConfig
 
 LOG_BYTES, LOG_FILES = 1 << 20, 3
 STATUS, STOPPED = "status.json", "stopped"
-WAITING = "waiting for sites"
+WAITING, IDLE = "waiting for sites", "waiting for a recipe"
 MAX_REFUSALS = 50
-"""How many different refusals are listed; further ones are only counted."""
+"""How many different refusals of a site, and of strangers, are listed; further ones are only counted."""
 
 
 @contextlib.contextmanager
-def log_to_file(path: Path) -> Iterator[None]:
-    """Send our log lines and Flower's to one rotated file, replacing the handlers that Flower installs on import."""
+def log_to_file(path: Path, as_json: bool = False) -> Iterator[None]:
+    """Send our log lines and Flower's to one rotated file, replacing the handlers that Flower installs on import.
+
+    `as_json`: write one JSON object a line.
+    """
     handler = _TolerantLog(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES - 1, encoding="utf-8", delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    text = logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s")
+    handler.setFormatter(JsonLines() if as_json else text)
     loggers = [logging.getLogger(name) for name in ("flwr", "uvicorn", "polyclinic")]
     before = [(logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
     for logger in loggers:
@@ -67,18 +74,24 @@ class _TolerantLog(RotatingFileHandler):
 class ServerStatus:
     """The server's state and its sites', written to `status.json` while the server runs."""
 
-    def __init__(self, config: ServerConfig, folders: Sequence[Path]) -> None:
+    def __init__(
+        self, config: ServerConfig, folders: Sequence[Path], report: Callable[[str], None] = lambda _: None
+    ) -> None:
         self.config, self.folders = config, list(folders)
         self.refusals: Counter[tuple[SiteId, str]] = Counter()
         self.facts: dict[str, object] = {"state": WAITING}
+        self.tally = Tally()
+        self.warnings: Sequence[str] = ()
+        """What a person should know before it is too late, as `Upkeep` finds it."""
+        self.notifier = Notifier(config.notify)
         self.absent: dict[SiteId, str] = {}
         self.last_failures: dict[SiteId, str] = {}
         self.outliers: dict[SiteId, str] = {}
         """The last sentence about each site whose update was far from the others'."""
         self.silent: dict[SiteId, str] = {}
         """A sentence about each connected site that has not answered for long."""
-        self.report: Callable[[str], None] = lambda _: None
-        """Is called with a sentence when a site disconnects or reconnects, once all have joined."""
+        self.report = self.report_between_runs = report
+        """Is called with a sentence when a site disconnects or reconnects, once all have joined, or keys change."""
         self.patient = False
         """Whether rounds wait for sites that have disconnected."""
         self._here: set[SiteId] = set()
@@ -89,11 +102,25 @@ class ServerStatus:
     def count_refusal(self, site: SiteId, why: str) -> None:
         """Count a request that the gateway refused."""
         with self._lock:
-            key = (site, why) if (site, why) in self.refusals or len(self.refusals) < MAX_REFUSALS else ("", "others")
+            key, listed = (site, why), sum(of == site for of, _ in self.refusals)
+            if key not in self.refusals and listed >= MAX_REFUSALS:
+                key = site, "others"
             self.refusals[key] += 1
             count = self.refusals[key]
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th …: a flood does not fill the log
-            self.log.warning("refused %s: %s (%d times)", site or "a stranger", why, count)
+            self.log.warning("refused %s: %s (%d times)", site or "a stranger", key[1], count)
+
+    def begin_run(self, recipe: str, rounds: int, folder: Path) -> None:
+        """A run begins, whose folder gets a copy of the status from now on."""
+        self.absent, self.last_failures = {}, {}
+        self.folders[1:] = [folder]
+        self.facts = {"state": WAITING, "recipe": recipe, "rounds": rounds, "folder": str(folder.resolve())}
+
+    def await_run(self, link: SuperLink) -> None:
+        """A run has ended, and the server waits for the next one."""
+        self.write_status(link, running=False)
+        self.folders[1:], self.facts = [], {"state": IDLE}
+        self.report, self.patient = self.report_between_runs, False
 
     def begin_enrolment(self, here: Iterable[SiteId]) -> None:
         """The sites have joined, and are asked whether they take part."""
@@ -102,6 +129,10 @@ class ServerStatus:
 
     def record_event(self, event: str, info: Mapping[str, Any]) -> None:
         """Record an event of the run."""
+        self.tally.count_event(event, info)
+        if self.config.log == "json":
+            fields = {"event": event, **{key: info[key] for key in info if key not in ("message", "time")}}
+            self.log.info("%s", event, extra={"fields": fields})
         if event == "round":
             self.facts |= {"state": "running", "round": info["round"], "asked": list(info["cohort"])}
         elif event == "absent":
@@ -119,13 +150,20 @@ class ServerStatus:
 
     def report_silence(self, site: SiteId, sentence: str) -> None:
         """Say that a connected site has not answered for long, on the terminal, in the log and in the status."""
-        self.log.warning("%s", sentence)
         self.silent[site] = sentence.removeprefix(f"{site} ")
+        self.say(sentence)
+
+    def say(self, sentence: str) -> None:
+        """Report a sentence on the terminal and in the log."""
+        self.log.warning("%s", sentence)
         self.report(sentence)
 
-    def update_until_closed(self, link: SuperLink) -> None:
-        """Write the file every two seconds until `closed` is set."""
-        while not self.closed.wait(2):
+    def update_until_closed(self, link: SuperLink, look: Callable[[], Sequence[str]] = tuple) -> None:
+        """Write the file every two seconds until `closed` is set. `look`: does the upkeep, and returns warnings."""
+        while True:
+            self.warnings = look()
+            if self.closed.wait(2):
+                break
             self.report_changes(set(link.connected_sites()))
             self.write_status(link)
         self.write_status(link, running=False)
@@ -134,15 +172,17 @@ class ServerStatus:
         """Report sites that have connected or disconnected since the last call, once all have joined."""
         gone, come, self._here = self._here - here, here - self._here, here
         left = "has gone away" + ("; the run waits for it, as the recipe names no quorum" if self.patient else "")
-        if self.facts["state"] != WAITING:
+        if self.facts["state"] not in (WAITING, IDLE):
             for site in sorted(gone | come):
-                self.log.warning("%s %s", site, left if site in gone else "is back")
-                self.report(f"{site} {left if site in gone else 'is back'}")
+                self.say(f"{site} {left if site in gone else 'is back'}")
+                if site in gone and self.patient:
+                    self.notifier.send(ATTENTION, f"{site} {left}")
 
-    def write_status(self, link: SuperLink, running: bool = True) -> None:
+    def build_status(self, link: SuperLink, running: bool = True) -> dict[str, Any]:
+        """Everything that is known of the server, its sites and its run at this moment."""
         with self._lock:
             refusals = [{"site": site, "why": why, "times": n} for (site, why), n in self.refusals.items()]
-        status = {
+        return {
             "federation": self.config.federation,
             "server": f"{self.config.host}:{self.config.port}",
             "pid": os.getpid() if running else None,
@@ -154,7 +194,14 @@ class ServerStatus:
             **({"outlier": self.outliers} if self.outliers else {}),
             "sites": {site: _site_presence(link, site, running) for site in self.config.sites},
             "refusals": refusals,
+            "warnings": list(self.warnings),
+            "certificates": {name: timestamp(end) for name, end in server_expiries(self.config).items()},
+            "counts": self.tally.to_json(),
         }
+
+    def write_status(self, link: SuperLink, running: bool = True) -> None:
+        """Write the status into the server's folder and the run's."""
+        status = self.build_status(link, running)
         for folder in self.folders:
             with contextlib.suppress(OSError, StoreError):  # a full disk may have room again later
                 folder.mkdir(parents=True, exist_ok=True)
@@ -164,7 +211,65 @@ class ServerStatus:
 def _site_presence(link: SuperLink, site: SiteId, running: bool) -> dict[str, object]:
     seen = link.gate.last_seen.get(site)
     state = "connected" if running and site in link.connected_sites() else "away" if seen else "never seen"
-    return {"state": state, "seen": None if seen is None else timestamp(datetime.fromtimestamp(seen, UTC))}
+    when = None if seen is None else timestamp(datetime.fromtimestamp(seen, UTC))
+    version = link.gate.versions.get(site, __version__)
+    return {"state": state, "seen": when, **({} if version == __version__ else {"version": version})}
+
+
+class ConnectionStatus:
+    """A site's state, written to `status.json` whenever it changes, and reported as a sentence."""
+
+    def __init__(self, config: SiteConfig, report: Callable[[str], None]) -> None:
+        self.config, self.report = config, report
+        self.warnings: Sequence[str] = ()
+        """What a person should know before it is too late."""
+        self.state = ""
+
+    def report_state(self, sentence: str) -> None:
+        """Report the state of the connection, and write it."""
+        self.write_state(sentence, os.getpid())
+        self.report(sentence)
+
+    def report_warning(self, sentence: str) -> None:
+        """Report something that people should mend in time, and write it beside the state."""
+        self.write_state(self.state, os.getpid())
+        self.report(f"warning: {sentence}")
+
+    def write_state(self, state: str, pid: int | None) -> None:
+        """Write a state; `pid`: the process that is at work, None if it ends."""
+        self.state = state
+        logging.getLogger("polyclinic.site").info(state)
+        facts = {"site": self.config.site, "server": self.config.server, "pid": pid, "since": timestamp()}
+        with contextlib.suppress(StoreError):  # a full disk is reported elsewhere, and may have room again later
+            write_json(self.config.folder / STATUS, {**facts, "state": state, "warnings": list(self.warnings)})
+
+
+class Tally:
+    """What this process has counted since it started, for monitoring: rounds, replies, bytes, outliers."""
+
+    def __init__(self) -> None:
+        self.rounds, self.seconds = 0, 0.0
+        self.replies: defaultdict[SiteId, Counter[str]] = defaultdict(Counter)
+        self.bytes: defaultdict[SiteId, Counter[str]] = defaultdict(Counter)
+        self.outliers: Counter[SiteId] = Counter()
+
+    def count_event(self, event: str, info: Mapping[str, Any]) -> None:
+        """Count what an event of the run says."""
+        if event == "round done":
+            self.rounds += 1
+            self.seconds += info["seconds"]
+        elif event == "site":
+            self.replies[info["site"]][info.get("outcome") or "silent"] += 1
+            self.bytes[info["site"]].update(down=info.get("down", 0), up=info.get("up", 0))
+            self.outliers[info["site"]] += bool(info.get("outlier"))
+
+    def to_json(self) -> dict[str, Any]:
+        counts = {"rounds": self.rounds, "seconds": self.seconds, "outliers": dict(self.outliers)}
+        return {**counts, "replies": _plain(self.replies), "bytes": _plain(self.bytes)}
+
+
+def _plain(counted: Mapping[SiteId, Counter[str]]) -> dict[SiteId, dict[str, int]]:
+    return {site: dict(counts) for site, counts in list(counted.items())}
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:

@@ -9,7 +9,23 @@ from polyclinic.federation.engines import Answer
 from polyclinic.storage import messages
 
 
-class Outbox(Mapping[SiteId, bytes]):
+class DividedMessages(Mapping[SiteId, bytes]):
+    """Messages that are also available in parts, of which those that are the same for several sites exist once."""
+
+    def parts(self, site: SiteId) -> tuple[bytes, ...]:
+        """Return the parts of the site's message, which joined are the message."""
+        raise NotImplementedError
+
+    def release_shared(self) -> None:
+        """Keep no shared part any longer: whoever sends it holds it, and if it is asked for again it is made anew."""
+
+
+def message_parts(sent: Mapping[SiteId, bytes], site: SiteId) -> tuple[bytes, ...]:
+    """Return the parts of a site's message: one, unless it was divided."""
+    return sent.parts(site) if isinstance(sent, DividedMessages) else (sent[site],)
+
+
+class Outbox(DividedMessages):
     """The messages to the sites, encoded on access; tensors that are the same for several sites are encoded once.
 
     `tensors(site)` is called once a site, and its result is kept until `take`, since the reply is checked against it.
@@ -23,16 +39,22 @@ class Outbox(Mapping[SiteId, bytes]):
         self._last_size: tuple[Bundle, int] | None = None
 
     def __getitem__(self, site: SiteId) -> bytes:
-        bundle = self._bundle(site)
+        return b"".join(self.parts(site))
+
+    def parts(self, site: SiteId) -> tuple[bytes, bytes]:
+        bundle = self.bundle(site)
         if self._last is None or self._last[0] is not bundle:
             self._last = (bundle, messages.encode_body(bundle))
-        message = messages.encode_with_body(self.fields[site], self._last[1])
-        self.sizes[site] = len(message)
-        return message
+        head, body = messages.encode_parts(self.fields[site], self._last[1])
+        self.sizes[site] = len(head) + len(body)
+        return head, body
+
+    def release_shared(self) -> None:
+        self._last = None
 
     def in_process_message(self, site: SiteId) -> messages.Message:
         """Return the message for a site in this process, which needs no encoding."""
-        bundle = self._bundle(site)
+        bundle = self.bundle(site)
         if self._last_size is None or self._last_size[0] is not bundle:
             self._last_size = bundle, messages.body_size(bundle)
         message = messages.Message(
@@ -43,10 +65,11 @@ class Outbox(Mapping[SiteId, bytes]):
 
     def take(self, site: SiteId) -> Bundle:
         """Return what the site was sent, and forget it."""
-        self._bundle(site)
+        self.bundle(site)
         return self._sent.pop(site)
 
-    def _bundle(self, site: SiteId) -> Bundle:
+    def bundle(self, site: SiteId) -> Bundle:
+        """Return what the site is sent."""
         if site not in self._sent:
             self._sent[site] = self.tensors(site)
         return self._sent[site]
@@ -107,6 +130,7 @@ def in_site_order(
             seen.add(site)
             if site != sites[turn]:
                 buffer.put(site, answer)
+                del answer  # which may lie on disk now
                 continue
             yield site, answer
             del answer  # so that the consumer holds the only reference

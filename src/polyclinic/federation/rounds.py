@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Literal
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -35,6 +35,7 @@ from polyclinic.core import (
     Update,
     failpoint,
 )
+from polyclinic.evaluation.rows import CostRow
 from polyclinic.federation.engines import Answer, Engine
 from polyclinic.federation.mailbox import Outbox, in_site_order
 from polyclinic.federation.privacy_budget import PrivacyBudget
@@ -52,11 +53,15 @@ from polyclinic.federation.round_log import (
     outlier_streaks,
 )
 from polyclinic.federation.schedules import EarlyStop, Schedule
+from polyclinic.federation.secure_aggregation.server import MaskedRound
+from polyclinic.federation.secure_aggregation.transcript import Transcript
 from polyclinic.federation.server_state import canonical_layout, check_not_mutated, device_of, version_counters
 from polyclinic.federation.update_check import ExpectedUpdate, check_address, check_update, split_predictions
 from polyclinic.privacy.transforms.base import UpdateTransform
+from polyclinic.privacy.transforms.mask import Mask
 from polyclinic.storage import messages
 from polyclinic.storage.journal import Journal
+from polyclinic.storage.signatures import PeerKeys
 from polyclinic.training.network import move_bundle
 
 Watch = Callable[[str, Mapping[str, Any]], None]
@@ -64,6 +69,10 @@ Watch = Callable[[str, Mapping[str, Any]], None]
 PLATEAU_THRESHOLD = 1e-4
 """The share by which a loss must fall to count as better for the plateau schedule, as in torch."""
 LOWER_IS_BETTER = ("loss", "ece")
+EVALUATION_PATIENCE, EVALUATION_ROUNDS = 600.0, 10.0
+"""The final evaluation between real sites waits so many seconds, and as long as so many of the longest round, unless a
+deadline is set."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -130,6 +139,15 @@ class Outcome:
     memory_rounds: Mapping[SiteId, int] = field(default_factory=dict)
 
 
+class ReadAnswer(NamedTuple, Generic[T]):
+    """A site's reply after the last round, decoded and checked."""
+
+    fields: Mapping[str, Any]
+    answer: T
+    withheld: str = ""
+    """Why the site tells nothing."""
+
+
 @dataclass
 class _RoundExchange:
     """The messages of one training round, and what must come back."""
@@ -175,11 +193,15 @@ class Rounds:
         transforms: Sequence[UpdateTransform] = (),
         budget: PrivacyBudget | None = None,
         server_trainer: Callable[[Bundle, Site], Bundle] | None = None,
+        peers: PeerKeys | None = None,
     ) -> None:
+        """`peers`: the sites' public keys, with which the signatures of masked rounds are checked."""
+        self.peers = peers
         self.federation, self.algorithm, self.engine = federation, algorithm, engine
         self.rules, self.journal, self.watch, self.evaluate_held_out = rules, journal, watch, evaluate_held_out
         self.transforms, self.budget, self.server_trainer = tuple(transforms), budget, server_trainer
         self.screen = UpdateScreen(rules.aggregate, algorithm, rules.update_memory)
+        self.mask = next((stage for stage in transforms if isinstance(stage, Mask)), None)
         self.trainers = [POOLED] if algorithm.pooled else [s for s in federation.sites if s != POOLED]
 
     def play_all(self) -> Outcome:
@@ -238,7 +260,8 @@ class Rounds:
             round, state, cohort, progress, ["validation"] if reporting else [], log, clusters
         )
         before, versions = state, version_counters(state)
-        if self.budget is None or not self.budget.hides_drift:  # its noise at the server is priced for a plain mean
+        # Behind masks there are no single updates; and noise at the server is priced for a plain mean.
+        if self.mask is None and (self.budget is None or not self.budget.hides_drift):
             updates = self.screen.screen(updates, state, partial(self._record_outlier, round, log))
         if first := list(islice(updates, 1)):
             state = self.algorithm.aggregate(state, chain(_drain(first), updates))
@@ -289,6 +312,9 @@ class Rounds:
         exchange = _RoundExchange(
             round, state, self.prepare_outbox("train", round, state, cohort, parts, progress), log
         )
+        if self.mask is not None:
+            yield self._receive_sum(exchange, self.mask, cohort, parts, progress)
+            return
         arrivals = self.engine.exchange(round, exchange.outbox, self.rules.deadline)
         order = list(dict.fromkeys(clusters[site] for site in cohort))
         # Side by side, so that each cluster's updates can be aggregated one at a time.
@@ -309,6 +335,34 @@ class Rounds:
                 del update
                 yield shallow_copy
                 shallow_copy.tensors.clear()  # frees the tensors, even if something still refers to the update
+
+    def _receive_sum(
+        self, exchange: _RoundExchange, mask: Mask, cohort: Sequence[SiteId], parts: list[Part], progress: Progress
+    ) -> Update:
+        """Play a round whose updates are added up behind masks, and return their mean as one update."""
+        round, state = exchange.round, exchange.state
+        transcript = Transcript(self.journal.masks)
+        transcript.drop_before(self.journal.oldest_snapshot())
+        masked = MaskedRound(
+            mask,
+            self.algorithm,
+            self.engine,
+            self.rules.deadline,
+            lambda purpose, sites: self.prepare_outbox(purpose, round, state, sites, parts, progress),
+            lambda site, received: self._expected_update(exchange, site, "", received),
+            {e.kind: state.get(e.like, {}) for e in self.algorithm.exchanges()},
+            exchange.log,
+            transcript,
+            self.rules.run,
+            round,
+            self.rules.quorum,
+            self.peers,
+        )
+        update = masked.play(cohort)
+        for site in cohort:
+            if site in exchange.log.sites:
+                self.watch("site", {"round": round, "site": site, **exchange.log.sites[site].to_json()})
+        return update
 
     def _receive_update(self, exchange: _RoundExchange, site: SiteId, cluster: str, reply: Answer) -> Update | None:
         """Return a site's update if `check_update` accepts it; the outcome is logged either way."""
@@ -386,10 +440,32 @@ class Rounds:
         )
 
     def collect_predictions(
-        self, outcome: Outcome, parts: list[Part], extra_tensors: Bundle | None = None, tolerant: bool = False
+        self, outcome: Outcome, parts: list[Part], extra_tensors: Bundle | None = None
     ) -> dict[SiteId, Bundle]:
-        """Return what each site predicts after the last round, by `model|part`, with the final models and with the
-        models in `extra_tensors`. `tolerant`: leave out sites that fail, rather than end the run."""
+        """Return what each site of a simulation predicts after the last round, by `model|part`, with the final models
+        and with those in `extra_tensors`."""
+
+        def read(_: SiteId, reply: bytes | messages.Message) -> ReadAnswer[Bundle]:
+            message = reply if isinstance(reply, messages.Message) else messages.decode(reply)
+            predictions = message.tensors.get("predictions", {})
+            return ReadAnswer(message.fields, split_predictions(predictions, len(self.federation.classes)))
+
+        return self.evaluate_sites(outcome, parts, read, extra_tensors)
+
+    def evaluate_sites(
+        self,
+        outcome: Outcome,
+        parts: list[Part],
+        read: Callable[[SiteId, bytes | messages.Message], ReadAnswer[T]],
+        extra_tensors: Bundle | None = None,
+        withheld: dict[SiteId, str] | None = None,
+    ) -> dict[SiteId, T]:
+        """Ask every site for its evaluation of the final models, and of the models in `extra_tensors`.
+
+        `read` decodes and checks a site's reply, or raises `Refused`. With `withheld`, a site that fails, is refused or
+        stays silent is left out, and noted there with the reason, as is one that tells nothing; without it, the run
+        ends.
+        """
         round, began, log = outcome.rounds + 1, time.perf_counter(), RoundLog()
         sites = [s for s in self.federation.sites if s != POOLED]
         self.journal.charge_round(round, sites)
@@ -398,31 +474,36 @@ class Rounds:
         )
         if extra_tensors:
             outbox.tensors = lambda site: {**self.algorithm.broadcast(outcome.state, site), **extra_tensors}
-        found: dict[SiteId, Bundle] = {}
-        arrivals = self.engine.exchange(round, outbox, self.rules.deadline)
-        for site, reply in in_site_order(arrivals, sites, lambda *_: None):
+        found: dict[SiteId, T] = {}
+        deadline = self.rules.deadline if withheld is None else self._evaluation_deadline()
+        for site, reply in in_site_order(self.engine.exchange(round, outbox, deadline), sites, lambda *_: None):
             outbox.take(site)
-            if isinstance(reply, Failure):
-                log.add(site, outcome=reply.kind, why=reply.sentence)
-                self.watch("evaluated", {"site": site, **log.sites[site].to_json()})
-                if tolerant:
-                    continue
-                raise RoundFailed(f"site {site} could not be evaluated: {reply.sentence}")
             try:
-                message = reply if isinstance(reply, messages.Message) else messages.decode(reply)
-                check_address(message.fields, self.rules.run, round, site)
-                predictions, held = message.tensors.get("predictions", {}), self.federation.held.get(site, {})
-                found[site] = split_predictions(predictions, len(self.federation.classes), held)
+                if isinstance(reply, Failure):
+                    raise Refused(reply.kind, reply.sentence)
+                answer = read(site, reply)
+                check_address(answer.fields, self.rules.run, round, site)
             except Refused as refusal:
-                log.add(site, outcome="refused", kind=refusal.kind, why=str(refusal))
+                failure = reply if isinstance(reply, Failure) else Failure("refused", str(refusal))
+                log.add(site, outcome=failure.kind, why=failure.sentence)
                 self.watch("evaluated", {"site": site, **log.sites[site].to_json()})
-                if tolerant:
-                    continue
-                raise RoundFailed(f"site {site} could not be evaluated: {refusal}") from refusal
-            self.watch("evaluated", {"site": site})
-            log.add(site, down=outbox.sizes[site], up=messages.message_size(reply))
+                if withheld is None:
+                    raise RoundFailed(f"site {site} could not be evaluated: {failure.sentence}") from None
+                withheld[site] = f"{failure.kind}: {failure.sentence}"
+                continue
+            found[site], facts = answer.answer, {}
+            if answer.withheld and withheld is not None:
+                facts = {"outcome": "withheld", "why": answer.withheld}
+                withheld[site] = answer.withheld
+            log.add(site, down=outbox.sizes[site], up=messages.message_size(reply), **facts)
+            self.watch("evaluated", {"site": site, **facts})
         self.journal.append_cost("evaluation", round, time.perf_counter() - began, log.to_json())
         return found
+
+    def _evaluation_deadline(self) -> float:
+        """Seconds that the evaluation waits for a site: no run waits for ever for figures alone."""
+        rounds = [row.seconds for row in self.journal.costs if isinstance(row, CostRow) and row.event == "round"]
+        return self.rules.deadline or max(EVALUATION_PATIENCE, EVALUATION_ROUNDS * max(rounds, default=0.0))
 
 
 def advance_progress(progress: Progress, log: RoundLog, rules: RoundOptions) -> Progress:

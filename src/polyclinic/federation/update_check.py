@@ -81,6 +81,26 @@ def check_update(
     algorithm_check: Callable[[Update], None] = lambda _: None,
 ) -> CheckedUpdate:
     """Decode a site's reply, undo the `transforms` (last first) and check everything about it; raises `Refused`."""
+    message = _open_reply(reply, expected)
+    fields, tensors = message.fields, message.tensors
+    for transform in reversed(transforms):
+        tensors = transform.decode(tensors, expected.received)
+    drift = check_values(tensors, expected)
+    update = Update(tensors, fields["examples"], expected.site, read_scalars(fields))
+    algorithm_check(update)
+    return CheckedUpdate(update, fields, drift, check_report(fields, expected.held))
+
+
+def check_masked_reply(reply: bytes | Message, expected: ExpectedUpdate) -> tuple[Message, list[ReportRow]]:
+    """Return a masked reply and its report, of which everything is checked but the values; raises `Refused`."""
+    message = _open_reply(reply, expected)
+    if read_scalars(message.fields):
+        raise Refused("scalars", "numbers of a single site came with a masked update")
+    return message, check_report(message.fields, expected.held)
+
+
+def _open_reply(reply: bytes | Message, expected: ExpectedUpdate) -> Message:
+    """Decode a reply and check whose it is, its number of examples, and names, shapes and dtypes of its tensors."""
     message = reply if isinstance(reply, Message) else decode(reply, expected.max_bytes, expected.max_table_bytes)
     fields, tensors = message.fields, message.tensors
     check_address(fields, expected.run, expected.round, expected.site)
@@ -94,12 +114,7 @@ def check_update(
     for kind, like in expected.like.items():
         if kind in tensors or not (kind in expected.optional or not like):
             _check_layout(kind, tensors.get(kind, {}), like)
-    for transform in reversed(transforms):
-        tensors = transform.decode(tensors, expected.received)
-    drift = _check_values(tensors, expected)
-    update = Update(tensors, examples, expected.site, read_scalars(fields))
-    algorithm_check(update)
-    return CheckedUpdate(update, fields, drift, check_report(fields, expected.held))
+    return message
 
 
 def check_address(fields: ReplyFields, run: str, round: int, site: SiteId) -> None:
@@ -124,7 +139,7 @@ def _check_layout(kind: str, tensors: Tensors, like: Tensors) -> None:
             raise Refused("dtype", f"{kind}/{name} is {tensor.dtype}, not {like[name].dtype}")
 
 
-def _check_values(tensors: Bundle, expected: ExpectedUpdate) -> float | None:
+def check_values(tensors: Bundle, expected: ExpectedUpdate) -> float | None:
     """Check that all values are finite and each kind lies within `max_norm` of what was sent; return how far the
     model moved."""
     drift: float | None = None

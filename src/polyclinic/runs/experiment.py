@@ -20,14 +20,8 @@ from polyclinic.algorithms.distillation.refine import RefinementResult
 from polyclinic.algorithms.wrappers.ensemble import ensemble_members, models_by_site
 from polyclinic.config.identity import check_same_recipe, identity, predicted_parts, with_absolute_paths
 from polyclinic.config.recipe import Recipe
-from polyclinic.core import STUDENT, Bundle, RecipeError, RoundFailed, Score, SiteId, Stream, failpoint
-from polyclinic.evaluation.assessment import (
-    Assessment,
-    assess_predictions,
-    choose_headline,
-    score_predictions,
-    summarise_reports,
-)
+from polyclinic.core import STUDENT, Bundle, RecipeError, Score, SiteId, Stream, failpoint
+from polyclinic.evaluation.assessment import assess_predictions, score_predictions
 from polyclinic.evaluation.metrics import Predictions
 from polyclinic.evaluation.rounds import forgetting_by_round, mean_drift, metric_by_cluster, sum_costs
 from polyclinic.evaluation.rows import ChargeRow
@@ -42,7 +36,14 @@ from polyclinic.privacy.shared_ledger import SharedLedger
 from polyclinic.reporting.privacy_statement import write_privacy_page
 from polyclinic.reporting.remarks import collect_warnings
 from polyclinic.reporting.report import write_forgetting_chart
-from polyclinic.runs.assemble import RunSetup, assemble, price_plan, round_options
+from polyclinic.runs.assemble import (
+    RunSetup,
+    assemble,
+    check_given_weights,
+    first_weights_digests,
+    price_plan,
+    round_options,
+)
 from polyclinic.runs.engines.choice import (
     REASON_REMOTE,
     REASON_REQUESTED,
@@ -52,6 +53,16 @@ from polyclinic.runs.engines.choice import (
     read_choice,
 )
 from polyclinic.runs.engines.ray_engine import RayEngine, make_actor_setup
+from polyclinic.runs.final_evaluation import (
+    CollectedAnswers,
+    FinalFigures,
+    assess_answers,
+    assess_reports,
+    expected_sites,
+    find_odd_sites,
+    merge_predictions,
+    read_answer,
+)
 from polyclinic.runs.networks import build_network as build_network, server_models
 from polyclinic.runs.privacy_plan import noise_secret, write_noise
 from polyclinic.runs.privacy_record import list_releases, list_site_releases, summarise_privacy
@@ -92,6 +103,8 @@ class Experiment:
         recipe = with_absolute_paths(recipe)
         self.recipe, self.folder, self.data, self.watch, self.remote = recipe, folder, data, watch, remote
         self.setup = assemble(recipe, dataset or load_sites(recipe, data), self._make_plan, data)
+        if any(model.sha256 for model in recipe.trained_models.values()):
+            check_given_weights(recipe, first_weights_digests(self.setup))
         self.server_trainer = self._make_server_trainer()
 
     def _make_server_trainer(self) -> ServerTrainer | None:
@@ -160,26 +173,27 @@ class Experiment:
             refined = self._train_student(outcome.state)
             student = refined.weights if refined else {}
             extra = {f"{kind}@{STUDENT}": group for kind, group in student.items()} | ensemble_members(outcome.state)
-            parts, tolerant = predicted_parts(recipe), self.remote is not None
-            predictions = rounds.collect_predictions(outcome, parts, extra, tolerant)
+            evaluate = self._predict_all if self.remote is None else self._ask_for_scores
+            final = evaluate(rounds, outcome, extra)
             failpoint("evaluated")
         held_out = self.score_held_out(outcome.state, student) if self.has_held_out() else None
-        scores = self._assess(predictions, held_out, journal, outcome.state)
+        scores = self._assess(final, held_out, journal)
         summary = self.summarise(outcome, scores, journal, time.perf_counter() - began, student or None)
         released = summary.released
         if self.remote is not None:
-            released = list_site_releases(released, parts, self.setup.federation.sites, predictions)
+            released = list_site_releases(released, self.setup.plan, final.answers, final.withheld)
         summary = summary.model_copy(
             update={
                 "engine": EngineUsed(name=choice.name, reason=choice.why),
                 "finish": StudentTraining.model_validate(refined, from_attributes=True) if refined else None,
                 "absent": dict(self.remote.absent) if self.remote else {},
+                "withheld": dict(final.withheld),
                 "released": released,
                 "privacy": summarise_privacy(budget, outcome.budget_exhausted, journal.rows) if budget else None,
             }
         )
         if self.folder:
-            save_predictions(RunFolder(self.folder).predictions_file, predictions, held_out)
+            save_predictions(RunFolder(self.folder).predictions_file, final.predictions, held_out)
             self.write_result(outcome, summary, student)
             erase_file(RunFolder(self.folder).secret)
         return RunResult(summary, outcome.state, self.folder)
@@ -202,6 +216,7 @@ class Experiment:
             setup.transforms,
             budget,
             self.server_trainer,
+            None if self.remote is None else self.remote.peers,
         )
 
     def _train_student(self, state: Bundle) -> RefinementResult | None:
@@ -215,25 +230,35 @@ class Experiment:
             )
         return refined
 
+    def _predict_all(self, rounds: Rounds, outcome: Outcome, extra: Bundle) -> CollectedAnswers:
+        """Return the predictions of all sites, which a simulation has in its own process."""
+        return CollectedAnswers(rounds.collect_predictions(outcome, predicted_parts(self.recipe), extra))
+
+    def _ask_for_scores(self, rounds: Rounds, outcome: Outcome, extra: Bundle) -> CollectedAnswers:
+        """Return what real sites tell of the final models; sites that tell no scores are noted with the reason."""
+        parts = predicted_parts(self.recipe)
+        expected = expected_sites(self.setup.sites, parts, len(self.setup.federation.classes))
+        withheld: dict[SiteId, str] = {}
+        answers = rounds.evaluate_sites(
+            outcome, parts, lambda site, reply: read_answer(reply, expected[site]), extra, withheld
+        )
+        for site, why in find_odd_sites(answers).items():
+            del answers[site]
+            withheld[site] = why
+            self.watch("evaluated", {"site": site, "outcome": "refused", "why": why})
+        return CollectedAnswers(merge_predictions(answers), answers, withheld)
+
     def _assess(
-        self,
-        predictions: Mapping[SiteId, Bundle],
-        held_out: Predictions | None,
-        journal: FolderJournal | RamJournal,
-        state: Bundle,
-    ) -> Assessment:
-        """Return the scores of the final models, or the last reports where no predictions leave the sites."""
-        if predictions:
-            stream = Stream(self.recipe.seed, ("bootstrap",))
-            return assess_predictions(CLASSIFICATION, predictions, held_out, self.recipe.evaluate.bootstrap, stream)
-        scores = summarise_reports(CLASSIFICATION, journal.rows)
-        if not scores.merged:
-            self._write_model(state)
-            raise RoundFailed(
-                "all rounds were played, but no site lets predictions or metrics leave, so there is nothing to "
-                "report; the model is in model.safetensors"
-            )
-        return scores
+        self, final: CollectedAnswers, held_out: Predictions | None, journal: FolderJournal | RamJournal
+    ) -> FinalFigures:
+        """Return the scores of the final models; of real sites that tell none, the last reports of rounds."""
+        stream, resamples = Stream(self.recipe.seed, ("bootstrap",)), self.recipe.evaluate.bootstrap
+        if self.remote is None:
+            found = assess_predictions(CLASSIFICATION, final.predictions, held_out, resamples, stream)
+            return FinalFigures(found, "predictions")
+        tested = sum(len(images.test) > 0 for images in self.setup.sites.values())
+        figures = assess_answers(final.answers, tested, self.recipe.evaluate.headline, resamples, stream)
+        return figures or assess_reports(journal.rows)
 
     def _make_engine(self, resources: contextlib.ExitStack) -> tuple[Engine, EngineChoice]:
         """Return the engine that sites work on, and why it was chosen."""
@@ -320,12 +345,12 @@ class Experiment:
     def summarise(
         self,
         outcome: Outcome,
-        scores: Assessment,
+        figures: FinalFigures,
         journal: FolderJournal | RamJournal,
         seconds: float,
         student: Bundle | None,
     ) -> RunSummary:
-        recipe, dataset, rows = self.recipe, self.setup.dataset, journal.rows
+        recipe, dataset, rows, scores = self.recipe, self.setup.dataset, journal.rows, figures.assessment
         public = self.server_trainer.evaluate_models(outcome.state, student) if self.server_trainer else {}
         batch = recipe.training.batch_size(max(self.setup.federation.sites.values()))
         return RunSummary(
@@ -341,7 +366,8 @@ class Experiment:
             site_sizes=[SiteSizes.model_validate(site) for site in dataset.describe()],
             model=self.setup.networks.model_sizes((batch, dataset.channels, dataset.size, dataset.size)),
             clusters=self.setup.networks.cluster_members(dataset.sites) if recipe.clusters else {},
-            headline=choose_headline(scores.merged, public, recipe.evaluate.headline),
+            headline=figures.choose_headline(public, recipe.evaluate.headline, len(dataset.sites)),
+            pooled_from=figures.pooled_from,
             sites=scores.sites,
             merged=scores.merged,
             public=public,

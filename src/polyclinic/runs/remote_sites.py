@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
-from polyclinic.core import Batch, DataError, EngineError, Refused, SiteId, __version__
+from polyclinic.core import Batch, DataError, EngineError, Refused, SiteId
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.data.partitioning.site_data import SiteSummary
 from polyclinic.runs.sites import FederatedDataset, check_site_name
@@ -132,14 +132,12 @@ class RemoteSites(FederatedDataset):
 
 
 def find_misfits(profiles: Mapping[SiteId, SiteProfile]) -> dict[SiteId, str]:
-    """Return the sites whose version, classes or image shape differ from most sites' (or the first's), and how."""
+    """Return the sites whose classes or image shape differ from most sites' (or the first's), and how."""
     kinds = [(profile.classes, profile.channels, profile.size) for profile in profiles.values()]
     usual = max(kinds, key=kinds.count, default=None)
     like = next((site for site, kind in zip(profiles, kinds, strict=True) if kind == usual), "")
     found: dict[SiteId, str] = {}
     for site, kind in zip(profiles, kinds, strict=True):
-        if (theirs := profiles[site].version) != __version__:
-            found[site] = f"it runs polyclinic {theirs}, this server {__version__}; install the same on both"
         for what, own, other in zip(("classes", "channels", "size"), kind, usual or kind, strict=True):
             if own != other:
                 found.setdefault(

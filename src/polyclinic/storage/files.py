@@ -25,6 +25,8 @@ def explain_os_errors(path: Path, action: str = "write", remedy: str = ANOTHER) 
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         reason = "the disk is full" if full else error.strerror or error
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            remedy = "allow more open files (`ulimit -n`, or LimitNOFILE of systemd), then go on with the same command"
         raise StoreError(f"cannot {action} {path}: {reason}; {remedy}") from error
 
 
@@ -92,6 +94,21 @@ def append_durably(path: Path, data: bytes, half_written: str = "") -> None:
             if path.exists():
                 os.truncate(path, start)
             raise
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line durably, below one that a killed process may have left incomplete."""
+    with explain_os_errors(path):
+        start = "\n" if _ends_torn(path) else ""
+    append_durably(path, f"{start}{line}\n".encode())
+
+
+def _ends_torn(path: Path) -> bool:
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def _write_and_sync(file: IO[bytes], data: bytes, half: str) -> None:

@@ -23,6 +23,8 @@ class RamJournal:
 
     rows: list[MetricRow] = field(default_factory=list)
     costs: list[LedgerRow] = field(default_factory=list)
+    masks: Path | None = None
+    """Where to keep what is heard in masked rounds; None: in memory."""
 
     def resume(self) -> Message | None:
         return None
@@ -57,6 +59,7 @@ class FolderJournal:
         self.snapshots = SnapshotStore(self.folder.snapshots, keep_snapshots)
         self.ledger = Ledger(self.folder.ledger_file)
         self._metrics = MetricsFile(self.folder.metrics_file)
+        self.masks: Path | None = self.folder.masks
 
     @property
     def rows(self) -> list[MetricRow]:

@@ -67,6 +67,22 @@ class Ledger:
         return chain
 
 
+def read_chain(path: Path) -> tuple[int, str]:
+    """Return the number of complete rows of a ledger and the hash of the last; raises `StoreError` for a wrong row.
+
+    Writes nothing, so that another process may go on with the ledger.
+    """
+    chain = ""
+    with explain_os_errors(path, "read"):
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        link = _valid_link(chain, line)
+        if link is None:
+            raise StoreError(f"{path} was changed or damaged at row {number}; find out how, and keep it")
+        chain = link
+    return len(lines), chain
+
+
 def _hash_row(chain: str, row: str) -> str:
     return hashlib.sha256(f"{chain}|{row}".encode()).hexdigest()[:HASH]
 

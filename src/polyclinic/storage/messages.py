@@ -116,7 +116,12 @@ def _encode_table(layout: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> by
 
 
 def encode_with_body(fields: Mapping[str, object], body: Body) -> bytes:
-    return _join_frame(fields, body.sha256, [body.data])
+    return b"".join(encode_parts(fields, body))
+
+
+def encode_parts(fields: Mapping[str, object], body: Body) -> tuple[bytes, bytes]:
+    """Return a message as its head and its body, so that messages to many sites can share the body."""
+    return b"".join(_encode_head(fields, body.sha256)), body.data
 
 
 def encode(fields: Mapping[str, object], bundle: Bundle) -> bytes:
@@ -124,12 +129,12 @@ def encode(fields: Mapping[str, object], bundle: Bundle) -> bytes:
     pieces, total = _body_views(bundle), hashlib.sha256()
     for piece in pieces:
         total.update(piece)
-    return _join_frame(fields, total.hexdigest(), pieces)
+    return b"".join((*_encode_head(fields, total.hexdigest()), *pieces))
 
 
-def _join_frame(fields: Mapping[str, object], checksum: str, body: Sequence[bytes | memoryview]) -> bytes:
+def _encode_head(fields: Mapping[str, object], checksum: str) -> tuple[bytes, bytes]:
     header = _encode_header(fields, checksum)
-    return b"".join((PREFIX.pack(MAGIC, len(header), hashlib.sha256(header).digest()), header, *body))
+    return PREFIX.pack(MAGIC, len(header), hashlib.sha256(header).digest()), header
 
 
 def _encode_header(fields: Mapping[str, object], checksum: str) -> bytes:
@@ -163,10 +168,24 @@ def decode(data: bytes, max_bytes: int | None = None, max_table_bytes: int = MAX
         max_bytes: The largest size of the message; None: no limit.
         max_table_bytes: The largest size of the table of its tensors.
     """
-    if not data:
-        raise Refused("empty", "the message has no bytes")
     if max_bytes is not None and len(data) > max_bytes:
         raise Refused("oversize", f"{len(data)} bytes where at most {max_bytes} were expected")
+    fields, start = _decode_header(data)
+    body = memoryview(data)[start:]
+    if hashlib.sha256(body).hexdigest() != fields["body"]:
+        raise Refused("checksum", "the tensors do not match their checksum")
+    return Message(fields, unflatten(_parse_body(body, max_table_bytes)))
+
+
+def decode_fields(data: bytes) -> dict[str, Any]:
+    """Decode the JSON fields of a message without its tensors, or raise `Refused`."""
+    return _decode_header(data)[0]
+
+
+def _decode_header(data: bytes) -> tuple[dict[str, Any], int]:
+    """Return the fields of a message and where its body starts."""
+    if not data:
+        raise Refused("empty", "the message has no bytes")
     if len(data) < PREFIX.size or data[:4] != MAGIC:
         raise Refused("format", "this is not a polyclinic message")
     _, length, checksum = PREFIX.unpack_from(data)
@@ -177,11 +196,7 @@ def decode(data: bytes, max_bytes: int | None = None, max_table_bytes: int = MAX
     header = data[PREFIX.size : PREFIX.size + length]
     if hashlib.sha256(header).digest() != checksum:
         raise Refused("checksum", "the header does not match its checksum")
-    fields = _parse_header(header)
-    body = memoryview(data)[PREFIX.size + length :]
-    if hashlib.sha256(body).hexdigest() != fields["body"]:
-        raise Refused("checksum", "the tensors do not match their checksum")
-    return Message(fields, unflatten(_parse_body(body, max_table_bytes)))
+    return _parse_header(header), PREFIX.size + length
 
 
 def _parse_header(header: bytes) -> dict[str, Any]:

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from polyclinic.core.errors import DataError, StoreError
-from polyclinic.data.loading.cache import VARIABLE, Pixels, cache_folder, load_cached
+from polyclinic.data.loading.cache import VARIABLE, Pixels, cache_folder, load_cached, trim_cache
 from polyclinic.data.loading.image_options import Preparation
 from polyclinic.data.records import Record
-from tests.data.caching import SMALL, Asked, the_set
+from tests.data.caching import SMALL, Asked, anew, the_set
 
 NAME = "Quirina Nebelthau"
 Disk = namedtuple("Disk", "total used free")
@@ -266,3 +266,24 @@ def test_where_it_lies(variables: dict[str, str], folder: str, monkeypatch: pyte
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert cache_folder() == Path(folder)
+
+
+def test_a_cache_beyond_its_bound_loses_what_was_not_used_for_longest(home: Path, records: list[Record]) -> None:
+    asks = [Asked(records, Preparation(size=size, channels=1)) for size in (8, 9, 10)]
+    folders = []
+    for number, ask in enumerate(asks):
+        before = set(home.glob("*/index.json"))
+        ask()
+        (index,) = set(home.glob("*/index.json")) - before
+        folders.append(index.parent)
+        os.utime(folders[-1], (number + 1, number + 1))
+    sizes = [sum(file.stat().st_size for file in folder.iterdir()) for folder in folders]
+    assert trim_cache(sum(sizes)) == []
+    mapped = asks[1]()
+    os.utime(folders[1], (2, 2))
+    asks[0]()  # used again, so that the second is now the oldest
+    assert trim_cache(sum(sizes) - 1) == [folders[1].name]
+    assert np.array_equal(mapped.numpy(), anew(records, asks[1].preparation)), "what a run has open stays readable"
+    assert trim_cache(0) == [folders[2].name], "the set that was used last stays"
+    assert asks[1].is_right()
+    assert [ask.decoded for ask in asks] == [1, 2, 1]

@@ -8,15 +8,20 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from email.utils import formatdate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
+import httpx
+
 from polyclinic.deploy.config import FederationConfig, ServerConfig, ServerSection
 from polyclinic.deploy.flower.client import SiteConnection
+from polyclinic.deploy.flower.request_headers import SENT, read_clock_skew
 from polyclinic.deploy.processes import SiteRegistration, open_server, serve_site
 from polyclinic.deploy.provisioning.provision import provision_federation
 from polyclinic.deploy.site.config import SiteConfig
@@ -145,3 +150,24 @@ def test_a_full_disk_does_not_end_a_site(
     assert replies == {"hill": echo("hill")(orders()["hill"])}
     assert told == [f"connected to {address(reception)}"]
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("sent", "date", "got", "skew"),
+    [
+        (100.0, 100, 100.1, 0.0),
+        (100.0, 100, 110.0, 0.0),  # held open for 10 s by the server, which set the date at once, or at the end
+        (100.0, 110, 110.2, 0.0),
+        (110.0, 100, 110.2, 9.5),
+        (100.0, 500, 100.2, -400.3),
+        (110.0, 100, 120.0, 9.5),
+    ],
+)
+def test_a_clock_is_wrong_only_if_the_way_there_and_back_does_not_explain_it(
+    sent: float, date: int, got: float, skew: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = httpx.Request("POST", "https://x", extensions={SENT: sent})
+    response = httpx.Response(401, headers={"date": formatdate(date, usegmt=True)}, request=request)
+    monkeypatch.setattr("polyclinic.deploy.flower.request_headers.time", SimpleNamespace(time=lambda: got))
+    found = read_clock_skew(response)
+    assert found == pytest.approx(skew, abs=0.51)  # a date has full seconds

@@ -1,19 +1,16 @@
-"""Flower's SuperLink behind our gate, and sites that join it over TLS with signed requests: threads of one process."""
+"""The server's entrance, and sites that join it over TLS with signed requests: threads of one process."""
 
 from __future__ import annotations
 
-import re
 import shutil
 import socket
 import ssl
 import threading
 import time
-from base64 import b64encode
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -21,27 +18,24 @@ import pytest
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
 import httpx
-from flwr.app import Message
-from flwr.app.message import remove_content_from_message
-from flwr.common.serde import message_to_proto
-from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
-from flwr.proto.node_pb2 import Node
-from flwr.supercore.inflatable.inflatable_object import get_object_tree
-from flwr.supercore.inflatable.inflatable_protobuf_utils import make_push_object_fn_protobuf
-from flwr.supernode import node_auth_http_interceptor
+from flwr.proto.fleet_pb2 import DeactivateNodeRequest
 
-from polyclinic.core import __version__
+from polyclinic.core import PROTOCOL, __version__
 from polyclinic.core.errors import EngineError
 from polyclinic.core.jobs import Failure
 from polyclinic.core.types import SiteId
 from polyclinic.deploy.config import FederationConfig, ServerConfig, ServerSection
+from polyclinic.deploy.flower import message_queue
 from polyclinic.deploy.flower.client import SiteConnection
-from polyclinic.deploy.flower.server import SuperLink, build_message
+from polyclinic.deploy.flower.gateway import MESSAGE_NAME, REPLY
+from polyclinic.deploy.flower.server import SuperLink
 from polyclinic.deploy.processes import SiteRegistration, open_server
 from polyclinic.deploy.provisioning.provision import provision_federation, rotate_site
 from polyclinic.deploy.site.config import SiteConfig
 from tests.deploy.memory_grid import SITES, at_work, echo, orders, said
 from tests.deploy.real_processes import free_port
+
+AGAIN = "; this site tries again by itself, every 5 min at the latest"
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +74,12 @@ def attending(
 
 
 def one_said(kits: Path, reception: SiteRegistration, folder: Path, site: SiteId = "hill") -> str:
-    """The one sentence with which a site gives up."""
+    """What a site says once while it tries again and again."""
     with attending(kits, reception, site, folder) as told:
         until(lambda: told)
         (sentence,) = told
-    return sentence.removeprefix(f"error: 127.0.0.1:{reception.link.port}").strip(": ")
+    assert sentence.endswith(AGAIN)
+    return sentence.removeprefix(f"127.0.0.1:{reception.link.port}").removesuffix(AGAIN).strip(": ")
 
 
 def until(found: Callable[[], object], seconds: float = 15) -> None:
@@ -106,10 +101,8 @@ def test_over_tls_replies_come_back_bit_for_bit_and_soon(kits: Path, tmp_path: P
                     sent, True
                 )
             assert time.monotonic() - begun < 3, "Flower's own polling alone would take that long"
-            store = reception.link.state
             assert not reception.board.refusals, "a site needs no more than is open, and no application of a server's"
-            assert store.num_message_ins() == store.num_message_res() == 0
-            assert not cast(Any, store.object_store).store, "nothing may pile up in the server"
+            assert not reception.link.messages.messages, "nothing may pile up in the server"
         until(lambda: reception.link.connected_sites() == [])
 
 
@@ -133,10 +126,10 @@ def test_a_site_with_another_key_is_refused_with_the_reason(kits: Path, tmp_path
     with open_server(server(kits, tmp_path)) as reception, attending(other, reception, "hill", tmp_path / "b") as told:
         until(lambda: told)
         assert told == [
-            f"error: 127.0.0.1:{reception.link.port} refuses this site: its key is not registered, or was revoked; "
-            "ask for a new kit"
+            f"127.0.0.1:{reception.link.port} refuses this site: its key is not registered, or was revoked; ask for a "
+            f"new kit{AGAIN}"
         ]
-        assert reception.board.refusals == {("", "a key that is not registered"): 1}
+        assert reception.board.refusals == {("", "a key that is not registered, from 127.0.0.1"): 1}
         assert reception.link.connected_sites() == []
 
 
@@ -149,42 +142,47 @@ def test_what_is_not_for_sites_is_closed(kits: Path, tmp_path: Path) -> None:
                 assert anybody.post(f"{at}/v1/{path}", content=b"").status_code == 404
             for path in ("/docs", "/health", "/openapi.json", "/v1/fleet/pull-messages/", "//v1/control/list-runs"):
                 assert anybody.get(f"{at}{path}").status_code == 404
-            assert anybody.post(f"{at}/v1/fleet/pull-messages", content=b"").status_code == 403
-        assert sum(reception.board.refusals.values()) == 10
+            for path in ("/v1/fleet/pull-messages", "/v1/fleet/push-object", "/v1/fleet/get-run"):
+                assert anybody.post(f"{at}{path}", content=b"").status_code == 404
+            assert anybody.post(f"{at}/v1/messages/next", content=b"").status_code == 403
+        assert sum(reception.board.refusals.values()) == 13
 
 
 def test_a_site_that_speaks_for_another_is_refused_and_the_round_goes_on(kits: Path, tmp_path: Path) -> None:
-    """S2: harbour knows, by whatever means, the very name of hill's message; Flower alone would take its reply."""
-    config = SiteConfig.load(kits / "sites" / "harbour" / "site.yaml")
-    assert config.key is not None
+    """S2: harbour knows, by whatever means, the very name of hill's message."""
     with open_server(server(kits, tmp_path), patience=5) as reception:
-        link = reception.link
-        at = f"127.0.0.1:{link.port}"
-        posing = SiteConnection(at, config.ca, config.key, tmp_path, echo("harbour"))
-        with posing.client, attending(kits, reception, "hill", tmp_path / "b", slowly(echo("hill"), 1.5)):
-            own = posing._activate_node()
-            until(lambda: len(reception.link.connected_sites()) == 2)
+        queue = reception.link.messages
+        posing_as_harbour = connecting(kits, reception, "harbour", tmp_path)
+        hill = attending(kits, reception, "hill", tmp_path / "b", slowly(echo("hill"), 1.5))
+        with posing_as_harbour as posing, hill:
+            until(lambda: reception.link.connected_sites() == ["hill"])
             found: dict[SiteId, Any] = {}
-            asking = threading.Thread(target=lambda: found.update(said(reception.engine, {"hill": orders()["hill"]})))
+            ask = {"hill": orders()["hill"]}
+            asking = threading.Thread(target=lambda: found.update(said(reception.engine, ask)))
             asking.start()
-            until(lambda: link.state.message_ins_store)
-            (theirs,) = link.state.message_ins_store.values()
-            reply = Message(build_message(b"poison", 1).content, reply_to=theirs)
-            assert reply.metadata.src_node_id == link.nodes["hill"]
-            reply.metadata.__dict__["_message_id"] = reply.object_id
-            for node in (own, Node(node_id=link.nodes["hill"])):
-                request = PushMessagesRequest(
-                    node=node,
-                    messages_list=[message_to_proto(remove_content_from_message(reply))],
-                    message_object_trees=[get_object_tree(reply)],
-                )
-                with pytest.raises(httpx.HTTPStatusError, match="403"):
-                    posing.client.PushMessages(request)
-            with pytest.raises(httpx.HTTPStatusError, match="403"):
-                posing.client.PullMessages(PullMessagesRequest(node=Node(node_id=link.nodes["hill"])))
+            until(lambda: any(message.collected for message in queue.messages.values()))
+            (name,) = queue.messages
+            assert send_reply(posing, name, b"poison") == send_reply(posing, "made-up", b"poison") == 410
+            with pytest.raises(httpx.HTTPStatusError, match="401"):
+                posing.client.DeactivateNode(DeactivateNodeRequest(node_id=reception.link.nodes["hill"]))
             asking.join(timeout=20)
         assert found["hill"] == echo("hill")(orders()["hill"])
-        assert reception.board.refusals == {("harbour", "a request in the name of another site"): 3}
+
+
+@contextmanager
+def connecting(kits: Path, reception: SiteRegistration, site: SiteId, folder: Path) -> Iterator[SiteConnection]:
+    """A site that does only what a test has it do."""
+    config = SiteConfig.load(kits / "sites" / site / "site.yaml")
+    assert config.key is not None
+    connection = SiteConnection(f"127.0.0.1:{reception.link.port}", config.ca, config.key, folder, echo(site))
+    with connection.client:
+        yield connection
+
+
+def send_reply(connection: SiteConnection, name: str, reply: bytes) -> int:
+    """The status that the server answers with."""
+    with connection._send_request(REPLY, [reply], len(reply), {MESSAGE_NAME: name}, range(600)) as response:
+        return response.status_code
 
 
 def slowly(answer: Callable[[bytes], bytes], seconds: float) -> Callable[[bytes], bytes]:
@@ -222,26 +220,16 @@ def test_an_expired_certificate_is_not_trusted_and_does_not_even_serve(kits: Pat
         assert one_said(other, reception, tmp_path / "b").startswith("the server's certificate has expired; ask")
 
 
-def test_a_wrong_clock_at_a_site_is_reported(kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead = timedelta(minutes=10)
-    monkeypatch.setattr(node_auth_http_interceptor, "now", lambda: datetime.now(UTC) + ahead)
-    clock = SimpleNamespace(time=lambda: time.time() + ahead.total_seconds(), perf_counter=time.perf_counter)
-    monkeypatch.setattr("polyclinic.deploy.flower.client.time", clock)
+def test_another_protocol_is_refused_on_both_sides_by_number(kits: Path, tmp_path: Path) -> None:
     with open_server(server(kits, tmp_path)) as reception:
-        sentence = one_said(kits, reception, tmp_path / "b")
-    assert re.fullmatch(
-        r"error: this machine's clock is (599|600|601) s ahead of the server's; set both by NTP", sentence
-    )
-
-
-def test_another_version_is_refused_on_both_sides_by_name(kits: Path, tmp_path: Path) -> None:
-    with open_server(server(kits, tmp_path)) as reception:
-        reception.link.gate.version = "9.9"
+        reception.link.gate.protocol = 77
         sentence = one_said(kits, reception, tmp_path / "b")
         assert sentence == (
-            f"refuses this site: the server runs polyclinic 9.9, this site {__version__}; install the server's version"
+            f"refuses this site: the server runs polyclinic {__version__} with protocol 77, this site {__version__} "
+            f"with protocol {PROTOCOL}; install the server's version"
         )
-        assert list(reception.board.refusals) == [("hill", f"it runs polyclinic '{__version__}', not 9.9")]
+        refused = ("hill", f"it speaks 'protocol {PROTOCOL}' (polyclinic '{__version__}'), not 77")
+        assert list(reception.board.refusals) == [refused]
 
 
 def test_a_port_in_use_is_reported(kits: Path, tmp_path: Path) -> None:
@@ -268,14 +256,18 @@ def test_a_site_finds_a_restarted_server_again(kits: Path, tmp_path: Path) -> No
         assert [sentence.split()[0] for sentence in told[:1]] == ["connected"]
 
 
-def test_a_slow_or_huge_sender_keeps_nobody_waiting(kits: Path, tmp_path: Path) -> None:
-    """S3: harbour announces a reply and never sends its pieces, and floods the door; hill's round is as ever."""
-    config = SiteConfig.load(kits / "sites" / "harbour" / "site.yaml")
-    assert config.key is not None
+def test_a_silent_or_huge_sender_keeps_nobody_waiting(
+    kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3: harbour begins a reply and never ends it, and floods the door; hill's round is as ever."""
+    monkeypatch.setattr(message_queue, "MIN_REPLY_BYTES", 1 << 20)
     with open_server(server(kits, tmp_path)) as reception:
-        bad = SiteConnection(f"127.0.0.1:{reception.link.port}", config.ca, config.key, tmp_path, echo("harbour"))
-        with bad.client, attending(kits, reception, "hill", tmp_path / "b"):
-            node = bad._activate_node()
+        harbour, hill = (
+            connecting(kits, reception, "harbour", tmp_path),
+            attending(kits, reception, "hill", tmp_path / "b"),
+        )
+        with harbour as bad, hill:
+            bad._activate_node()
             until(lambda: len(reception.link.connected_sites()) == 2)
             sent = {site: data for site, data in orders().items() if site != "lake"}
             arrived: dict[SiteId, float] = {}
@@ -288,77 +280,76 @@ def test_a_slow_or_huge_sender_keeps_nobody_waiting(kits: Path, tmp_path: Path) 
 
             asking = threading.Thread(target=ask)
             asking.start()
-            order_of_harbour = bad._pull_message(node)
-            assert order_of_harbour is not None
-            announced = Message(order_of_harbour.content, reply_to=order_of_harbour)
-            announced.metadata.__dict__["_message_id"] = announced.object_id
-            bad.client.PushMessages(
-                PushMessagesRequest(
-                    node=node,
-                    messages_list=[message_to_proto(remove_content_from_message(announced))],
-                    message_object_trees=[get_object_tree(announced)],
-                )
-            )
-            with pytest.raises(httpx.HTTPError):
-                bad.client._client.post(
-                    f"{bad.client._base_url}/v1/fleet/push-object",
-                    content=(bytes(1 << 20) for _ in range(80)),
-                    headers={"flwr-public-key": b64encode(bad.public).decode(), "polyclinic-version": __version__},
-                ).raise_for_status()
+            found = bad._pull_message()
+            assert found is not None
+            assert send_reply(bad, found[0], bytes(80 << 20)) == 413
+            stalled = threading.Thread(target=stall, args=(bad, found[0]), daemon=True)
+            stalled.start()
             asking.join(timeout=20)
+            stalled.join(timeout=20)
         assert arrived["hill"] < 1.5
         assert 3 <= arrived["harbour"] < 5
         assert ("harbour", "a request that is too large") in reception.board.refusals
-        assert not reception.link.state.message_ins_store
-        assert not cast(Any, reception.link.state.object_store).store
+        assert not reception.link.messages.messages
 
 
-def test_a_reply_that_cannot_be_put_together_is_refused_and_takes_no_room(kits: Path, tmp_path: Path) -> None:
-    """Pieces that are in order each, but say of themselves that they belong to others that never come."""
-    config = SiteConfig.load(kits / "sites" / "harbour" / "site.yaml")
-    assert config.key is not None
-    with open_server(server(kits, tmp_path)) as reception:
-        bad = SiteConnection(f"127.0.0.1:{reception.link.port}", config.ca, config.key, tmp_path, echo("harbour"))
-        with bad.client:
-            node = bad._activate_node()
-            found: dict[SiteId, Any] = {}
-            ask = {"harbour": orders()["harbour"]}
-            asking = threading.Thread(target=lambda: found.update(said(reception.engine, ask)))
-            asking.start()
-            message = bad._pull_message(node)
-            assert message is not None
-            reply = Message(message.content, reply_to=message)
-            reply.metadata.__dict__["_message_id"] = reply.object_id
-            tree = get_object_tree(reply)
-            del tree.children[:]
-            request = PushMessagesRequest(
-                node=node,
-                messages_list=[message_to_proto(remove_content_from_message(reply))],
-                message_object_trees=[tree],
-            )
-            asked = bad.client.PushMessages(request)
-            push = make_push_object_fn_protobuf(bad.client.PushObject, node, reply.metadata.run_id, asked.session_id)
-            push(reply.object_id, reply.deflate())
-            asking.join(timeout=20)
-        assert found == {"harbour": Failure("refused", "its reply could not be read (KeyError)")}
-        assert not cast(Any, reception.link.state.object_store).store
+def stall(connection: SiteConnection, name: str) -> None:
+    """Begin a reply of a megabyte, and send no more than half of it."""
+
+    def pieces() -> Iterator[bytes]:
+        yield bytes(1 << 19)
+        time.sleep(4)
+
+    with suppress(Exception), connection._send_request(REPLY, pieces(), 1 << 20, {MESSAGE_NAME: name}):
+        pass
+
+
+def test_a_reply_that_was_cut_off_can_be_sent_again_and_two_at_once_cannot(kits: Path, tmp_path: Path) -> None:
+    with open_server(server(kits, tmp_path)) as reception, connecting(kits, reception, "harbour", tmp_path) as site:
+        site._activate_node()
+        queue = reception.link.messages
+        name = queue.put("harbour", (b"head", b"body"))
+        assert site._pull_message() == (name, b"headbody")
+        assert not queue.messages[name].answering
+        first = queue.begin_reply(name, "harbour")
+        assert first is not None
+        assert send_reply(site, name, b"a second one") == 410
+        queue.drop_reply(first)
+        large = bytes(range(256)) * (3 << 12)
+        assert send_reply(site, name, large) == 204
+        assert queue.wait_for_reply(5) == (name, large)
+        assert send_reply(site, name, b"once more") == 410
+        queue.withdraw(name)
 
 
 def test_a_site_that_vanishes_leaves_nothing_behind_in_the_server(kits: Path, tmp_path: Path) -> None:
-    config = SiteConfig.load(kits / "sites" / "harbour" / "site.yaml")
-    assert config.key is not None
     with open_server(server(kits, tmp_path), patience=0.5) as reception:
-        gone = SiteConnection(f"127.0.0.1:{reception.link.port}", config.ca, config.key, tmp_path, echo("harbour"))
-        with gone.client:
+        with connecting(kits, reception, "harbour", tmp_path) as gone:
             node = gone._activate_node()
-        state = reception.link.state
+        link = reception.link
 
         def vanish() -> None:
-            until(lambda: state.message_ins_store)
-            state.nodes[node.node_id].online_until = 1.0
+            until(lambda: link.messages.messages)
+            link.state.nodes[node.node_id].online_until = 1.0
 
         threading.Thread(target=vanish).start()
         found = said(reception.engine, {"harbour": orders()["harbour"]}, deadline=None)
         assert found["harbour"].kind == "dead"
-        assert not state.message_ins_store
-        assert not cast(Any, state.object_store).store
+        assert not link.messages.messages
+
+
+def test_a_message_that_is_larger_than_a_site_takes_is_refused_there(kits: Path, tmp_path: Path) -> None:
+    with open_server(server(kits, tmp_path)) as reception, connecting(kits, reception, "hill", tmp_path) as site:
+        told: list[str] = []
+        site.report, site.largest_message = told.append, lambda: 1 << 20
+        site._activate_node()
+        found: dict[SiteId, Any] = {}
+        asking = threading.Thread(
+            target=lambda: found.update(said(reception.engine, {"hill": orders(size=400_000)["hill"]}))
+        )
+        asking.start()
+        site._answer_next_message()
+        asking.join(timeout=20)
+        sentence = "a message of more than 1 MB, the most that this site takes now"
+        assert told == [f"refused: {sentence}"]
+        assert found == {"hill": Failure("refused", sentence)}

@@ -78,7 +78,7 @@ def test_a_round_with_a_quorum_goes_on_without_a_site_that_is_lost() -> None:
     engine, told = engine_of({site: echo(site) for site in SITES}), list[str]()
     engine.silence = SilenceRule(quorum=2, times=2.0, least=2.5, notice=1.0)
     engine.report_silence = lambda _site, sentence: told.append(sentence)
-    cast(MemoryGrid, engine.grid).lost.add(engine.nodes["lake"])
+    cast(MemoryGrid, engine.link).lost.add("lake")
     found = said(engine, orders(), deadline=None)
     assert isinstance(found["lake"], Failure)
     assert found["lake"].kind == "late"

@@ -78,7 +78,7 @@ def test_show_names_everybody_with_a_fingerprint(kits: Path) -> None:
     assert result.exit_code == 0
     for row in found.rows:
         assert row.name in result.stdout
-        assert row.fingerprint[:50] in result.stdout
+        assert f"{row.name}: {row.fingerprint}" in result.stdout, "the whole of it on one line"
     assert revoked(kits)[0]["fingerprint"] in result.stdout
 
 

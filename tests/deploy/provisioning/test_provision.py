@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import ssl
 import stat
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,15 +25,18 @@ from polyclinic.deploy.provisioning.kit import KitFile, zip_files
 from polyclinic.deploy.provisioning.provision import (
     add_site,
     provision_federation,
-    read_wheel,
     revoke_site,
     rotate_all,
     rotate_server,
     rotate_site,
 )
+from polyclinic.deploy.provisioning.software import Software, build_wheel, read_wheel
 from polyclinic.deploy.site.config import SiteConfig
 from tests.deploy.kits import GOOD, HELLO, NORTH, SITES, handshake, mode, revoked, site_of, tree
 
+WHEEL = f"polyclinic-{__version__}-py3-none-any.whl"
+SIGNED = {"MANIFEST", "MANIFEST.sig", "peers.json"}
+"""What every change signs anew in every kit."""
 pytest.importorskip("cryptography", reason="the extra polyclinic[flower] is not installed")
 
 
@@ -90,7 +95,8 @@ def test_everything_but_keys_is_the_same_every_time(kits: Path) -> None:
     first, second = tree(kits), tree(kits.with_name("others"))
     differ = {Path(name).suffix for name in first if first[name] != second[name]}
     assert first.keys() == second.keys()
-    assert differ == {".crt", ".key", ".pub", ".zip"}
+    assert differ == {".crt", ".key", ".pub", ".zip", ".json", "", ".sig"}, "of keys, lists of keys, and signatures"
+    assert {Path(name).name for name in first if not Path(name).suffix and first[name] != second[name]} == {"MANIFEST"}
 
 
 def test_site_yaml_is_what_a_site_reads(kits: Path) -> None:
@@ -111,33 +117,37 @@ def test_server_yaml_is_what_a_server_reads(kits: Path) -> None:
     certificates.check_server_files(config.certificate, config.key, config.ca, config.host)
 
 
-def test_installs_are_pinned(kits: Path) -> None:
+def test_installs_are_pinned_and_polyclinic_is_asked_of_no_index(kits: Path) -> None:
     for folder in (kits / "server", site_of(kits, "hill")):
         required = (folder / "requirements.txt").read_text().splitlines()
-        assert required == [f"polyclinic[flower]=={__version__}", "flwr==1.41.0"]
+        assert required == [f"./{WHEEL}[flower]", "flwr==1.41.0", "-c constraints.txt"]
         pinned = [line for line in (folder / "constraints.txt").read_text().splitlines() if line[0] != "#"]
         assert all(line.count("==") == 1 and "+" not in line for line in pinned)
         assert {"torch", "numpy", "cryptography"} <= {line.split("==")[0] for line in pinned}
         installs = [line for line in (folder / "start.sh").read_text().splitlines() if "pip install" in line]
         assert len(installs) == 1
-        assert installs[0].endswith("-r requirements.txt -c constraints.txt")
+        assert installs[0].endswith("--only-binary :all: $hashes -r requirements.txt")
+        assert (folder / WHEEL).read_bytes() == build_wheel().data
 
 
-def test_a_wheel_travels_with_the_kits(tmp_path: Path) -> None:
-    wheel = tmp_path / f"polyclinic-{__version__}-py3-none-any.whl"
+def test_another_wheel_and_hashes_travel_with_the_kits_and_with_later_ones(tmp_path: Path) -> None:
+    wheel = tmp_path / WHEEL
     wheel.write_bytes(b"the package")
-    provision_federation(NORTH, tmp_path / "kits", read_wheel(wheel))
+    packages = f"numpy==2.0.0 --hash=sha256:{'a' * 64}\n"
+    provision_federation(NORTH, tmp_path / "kits", Software(read_wheel(wheel), packages))
     add_site(tmp_path / "kits", "lake")
+    ours = f"./{WHEEL}[flower] --hash=sha256:{hashlib.sha256(b'the package').hexdigest()}\n"
     for folder in (tmp_path / "kits" / "server", *(site_of(tmp_path / "kits", name) for name in (*SITES, "lake"))):
         assert (folder / wheel.name).read_bytes() == b"the package"
-        assert (folder / "requirements.txt").read_text().startswith(f"./{wheel.name}[flower]\n")
+        assert (folder / "requirements.txt").read_text() == ours + packages
+        assert not (folder / "constraints.txt").exists()
     with pytest.raises(RecipeError, match="is not a wheel of polyclinic"):
         read_wheel(tmp_path / "polyclinic-0.0.1-py3-none-any.whl")
 
 
 def test_no_blank_is_left_in_a_text(kits: Path) -> None:
     for name, data in tree(kits).items():
-        assert b"@{" not in data, name
+        assert b"@{" not in data or name.endswith((".whl", ".zip")), name
 
 
 def test_kits_are_not_overwritten(kits: Path, tmp_path: Path) -> None:
@@ -171,8 +181,9 @@ def test_a_site_gets_a_new_key_and_the_old_one_is_listed(kits: Path) -> None:
         assert "hill/labels.csv" not in archive.namelist()
         assert archive.read("hill/site.yaml") == b"edited: true\n"
     changed = {name for name, data in tree(kits).items() if before.get(name) != data}
-    held = {"sites/hill/site.key", "sites/hill/site.yaml", "sites/hill/labels.csv", "sites/hill.zip"}
-    assert changed == {"server/sites/hill.pub", "server/revoked.yaml", ".lock", *held}
+    held = {"sites/hill/site.key", "sites/hill/site.yaml", "sites/hill/labels.csv", "sites/hill/DELIVERED"}
+    own = {name for name in changed if Path(name).name not in SIGNED and Path(name).suffix != ".zip"}
+    assert own == {"server/sites/hill.pub", "server/revoked.yaml", ".lock", *held}
     assert (site_of(kits, "hill") / "site.yaml").read_text() == "edited: true\n"
     assert mode(site_of(kits, "hill") / "site.key") == 0o600
     assert [(row["site"], row["why"], row["fingerprint"]) for row in revoked(kits)] == [("hill", "rotated", old)]
@@ -184,16 +195,24 @@ def test_the_server_gets_a_new_certificate_and_sites_need_nothing(kits: Path) ->
     before = tree(kits)
     rotate_server(kits)
     changed = {name for name, data in tree(kits).items() if before.get(name) != data}
-    assert changed == {"server/server.crt", "server/server.key", ".lock"}
+    signed = {"server/MANIFEST", "server/MANIFEST.sig"}
+    assert changed == {"server/server.crt", "server/server.key", ".lock", *signed}
     assert handshake(kits / "server", site_of(kits, "harbour") / "ca.crt") == HELLO
 
 
-def test_without_the_authoritys_key_the_server_cannot_be_renewed_but_sites_can(kits: Path) -> None:
+def test_without_the_authoritys_key_nothing_is_changed(kits: Path) -> None:
     (kits / "ca" / "ca.key").unlink()
-    with pytest.raises(EngineError, match="put it back"):
-        rotate_server(kits)
-    rotate_site(kits, "hill")
-    assert inspect_kits(kits).problems == ()
+    before = tree(kits)
+    changes: list[Callable[[], None]] = [
+        lambda: rotate_server(kits),
+        lambda: rotate_site(kits, "hill"),
+        lambda: revoke_site(kits, "hill"),
+        lambda: add_site(kits, "lake"),
+    ]
+    for change in changes:
+        with pytest.raises(EngineError, match="put it back"):
+            change()
+    assert {name: data for name, data in tree(kits).items() if name != ".lock"} == before
 
 
 def test_everything_is_renewed(kits: Path) -> None:
@@ -253,9 +272,10 @@ def test_the_commands_say_what_goes_where(tmp_path: Path) -> None:
     (tmp_path / "federation.yaml").write_text(yaml.safe_dump(GOOD))
     kits = str(tmp_path / "kits")
     run = CliRunner()
-    result = run.invoke(app, ["--out", kits, str(tmp_path / "federation.yaml")])
+    result = run.invoke(app, ["--out", kits, "--without-hashes", "--with-keys", str(tmp_path / "federation.yaml")])
     assert result.exit_code == 0, result.output
     assert "to nobody" in result.stdout
+    assert "no hashes of other packages" in result.stderr
     for arguments in (["rotate", kits, "hill"], ["rotate", kits, "server"], ["rotate", kits, "--all"]):
         result = run.invoke(app, arguments)
         assert (result.exit_code, "to the server" in result.stdout) == (0, True), result.output

@@ -12,12 +12,12 @@ import pytest
 from polyclinic import Recipe
 from polyclinic.deploy.site.keys import CHAIN, RUN, SiteKeys, _derive_key
 from polyclinic.deploy.site.message_checks import read_terms
-from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.deploy.site.participation import Participation
 from polyclinic.storage import messages
 from polyclinic.storage.files import erase_file
 from polyclinic.storage.site_memory import RamMemory
 from tests.deploy.example_sites import (
+    ApprovingHandler,
     Crossing,
     beginning,
     config,
@@ -108,8 +108,8 @@ def test_an_erased_key_is_overwritten_before_it_is_removed(tmp_path: Path) -> No
 def test_a_damaged_key_is_named(home: Path) -> None:
     site = config(home, "lake", "damaged")
     begin = beginning(simulation(private(), home), "lake")
-    assert said(SiteMessageHandler(site).answer_message(begin))["ready"]
+    assert said(ApprovingHandler(site).answer_message(begin))["ready"]
     (site.folder / CHAIN).write_text("abc")
     other = beginning(simulation(private(), home), "lake", {"run": "another"})
-    assert "cannot" in said(SiteMessageHandler(site).answer_message(other))["why"]
-    assert "end" not in said(SiteMessageHandler(site).answer_message(begin))
+    assert "cannot" in said(ApprovingHandler(site).answer_message(other))["why"]
+    assert "end" not in said(ApprovingHandler(site).answer_message(begin))

@@ -10,14 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from polyclinic.core import PROTOCOL, __version__
 from polyclinic.deploy.site.message_handler import MOST_RUNS, SiteMessageHandler
+from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.runs.experiment import Experiment
 from polyclinic.storage import messages
 from tests.deploy.example_sites import (
     CLUSTERS,
+    ApprovingHandler,
     Crossing,
+    answers_of,
     asked,
     beginning,
     config,
@@ -35,7 +40,7 @@ from tests.deploy.example_sites import (
 def begun(home: Path) -> tuple[SiteMessageHandler, bytes, Experiment]:
     """A desk in the middle of a run, and an order that it would obey."""
     made = simulation(recipe(algorithm="scaffold"), home)
-    desk = SiteMessageHandler(config(home, "hill", "begun"))
+    desk = ApprovingHandler(config(home, "hill", "begun"))
     assert said(desk.answer_message(beginning(made, "hill")))["ready"]
     outbox = loop(made, Crossing({})).prepare_outbox(
         "train", 1, made.setup.algorithm.init(made.setup.federation), ["hill"], ["validation"]
@@ -53,6 +58,7 @@ FIELDS: dict[str, list[Any]] = {
     "lr": ["0.1", None, -1.0, 1e300, [], True],
     "parts": ["validation", None, ["train"], ["validation", "validation"], [["a"]], ["nothing"], [1], {"a": 1}],
     "oldest_snapshot": [-1, "x", None, 1.5],
+    "memory_round": [-1, "x", None, 1.5, True, 1, 6],
 }
 
 
@@ -71,7 +77,8 @@ def test_orders_with_wrong_values_are_refused(name: str, begun: tuple[SiteMessag
 
 
 BEGINNINGS: dict[str, list[Any]] = {
-    "version": ["0.0.0", None, 1],
+    "version": [None, 1],
+    "protocol": [PROTOCOL + 1, f"{PROTOCOL}", None],
     "recipe": [
         "",
         "a: [",
@@ -88,6 +95,7 @@ BEGINNINGS: dict[str, list[Any]] = {
     "classes": [None, "benign", [1, 2], [], ["x" * 999]],
     "channels": [3, 0, "1", None],
     "size": [16, -8, None, 1 << 40],
+    "sites": [None, "hill", [1, 2], [""], ["harbour", "lake"], ["hill", "hill"]],
     "plan": [5, {}, {"noise": 1.0, "metrics_noise": None, "holders": 1}],
     "run": ["", "..", "a/b", None],
     "site": ["lake", None],
@@ -99,7 +107,7 @@ def test_beginnings_with_wrong_values_are_refused(
     name: str, home: Path, begun: tuple[SiteMessageHandler, bytes, Experiment]
 ) -> None:
     made = begun[2]
-    desk = SiteMessageHandler(config(home, "hill", "beginnings"))
+    desk = ApprovingHandler(config(home, "hill", "beginnings"))
     for value in BEGINNINGS[name]:
         reply = said(desk.answer_message(beginning(made, "hill", {"run": "fresh", name: value})))
         assert reply["failure"] in ("refused", "error"), (name, value, reply)
@@ -108,11 +116,24 @@ def test_beginnings_with_wrong_values_are_refused(
     assert not any("Traceback" in line for line in desk.site_log.read_lines())
 
 
-def test_a_version_of_another_day_is_named_with_both_numbers(home: Path) -> None:
-    desk = SiteMessageHandler(config(home, "hill", "version"))
-    why = refusal(said(desk.answer_message(asked("enrol", "hill", recipe(), {"version": "0.0.9"}))))
-    assert "0.0.9" in why
-    assert "install the same on both" in why
+def test_the_protocol_decides_and_another_version_alone_does_not(home: Path) -> None:
+    desk = ApprovingHandler(config(home, "hill", "version"))
+    assert "card" in said(desk.answer_message(asked("enrol", "hill", recipe(), {"version": "0.0.9"})))
+    why = refusal(said(desk.answer_message(asked("enrol", "hill", recipe(), {"version": "9.9", "protocol": 77}))))
+    assert all(word in why for word in ("9.9", "77", __version__, "install the same on both"))
+
+
+def test_a_recipe_of_another_version_is_read_as_written_or_refused(home: Path) -> None:
+    """A key that this version does not know is refused; one that the server did not know has its default."""
+    desk = ApprovingHandler(config(home, "hill", "other recipes"))
+    whole = yaml.safe_load(recipe().to_yaml())
+    for name, changed, taken in (
+        ("an older server", {key: value for key, value in whole.items() if key != "max_norm"}, True),
+        ("a newer server", whole | {"novelty": 1}, False),
+        ("other words", whole | {"rounds": "5"}, False),
+    ):
+        reply = said(desk.answer_message(asked("enrol", "hill", recipe(), {"recipe": yaml.safe_dump(changed)})))
+        assert ("card" in reply) == taken, (name, reply)
 
 
 @pytest.mark.parametrize("data", [b"", b"PCL1", pickle.dumps({"a": 1}), b"\x93NUMPY", b"\0" * 400, b"{}"])
@@ -152,13 +173,22 @@ def test_tensors_that_fit_nothing_are_refused(begun: tuple[SiteMessageHandler, b
         assert reply["why"].startswith("shape: the model sent to hill")
 
 
-def test_a_programming_error_is_reported_in_general_and_logged_in_full(
-    begun: tuple[SiteMessageHandler, bytes, Experiment],
-) -> None:
+def test_kinds_that_lack_or_come_unasked_are_refused(begun: tuple[SiteMessageHandler, bytes, Experiment]) -> None:
     desk, order, _ = begun
     message = messages.decode(order)
     without = {kind: group for kind, group in message.tensors.items() if kind != "control"}
-    reply = said(desk.answer_message(messages.encode(message.fields, without)))
+    assert "the control sent to hill" in refusal(said(desk.answer_message(messages.encode(message.fields, without))))
+    more = {**message.tensors, "bank": {"a": torch.zeros(1)}}
+    assert "was sent 'bank'" in refusal(said(desk.answer_message(messages.encode(message.fields, more))))
+
+
+def test_a_programming_error_is_reported_in_general_and_logged_in_full(
+    begun: tuple[SiteMessageHandler, bytes, Experiment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, order, _ = begun
+    message = messages.decode(order)
+    monkeypatch.setattr(SiteRunner, "start_local", lambda *_: 1 / 0)
+    reply = said(desk.answer_message(order))
     assert (reply["failure"], reply["run"]) == ("error", message.fields["run"])
     assert reply["why"] == "hill met a mistake in its own program; its log has the details"
     assert any("Traceback" in line for line in desk.site_log.read_lines())
@@ -182,7 +212,7 @@ def test_a_run_that_was_never_begun_is_refused_and_one_that_ended_is_forgotten(h
 def test_a_run_keeps_its_terms_and_old_runs_make_room(home: Path) -> None:
     made = simulation(recipe(rounds=1), home)
     other = simulation(recipe(rounds=2), home)
-    desk = SiteMessageHandler(config(home, "hill", "many"))
+    desk = ApprovingHandler(config(home, "hill", "many"))
     assert said(desk.answer_message(beginning(made, "hill", {"run": "a"})))["ready"]
     assert said(desk.answer_message(beginning(made, "hill", {"run": "a"})))["ready"]
     assert "other terms" in refusal(said(desk.answer_message(beginning(other, "hill", {"run": "a"}))))
@@ -193,8 +223,9 @@ def test_a_run_keeps_its_terms_and_old_runs_make_room(home: Path) -> None:
 
 def test_the_log_of_releases_tells_every_byte_that_left(home: Path) -> None:
     crossing = Crossing(desks(home, "log"))
-    rounds, outcome = deployed(recipe(algorithm="scaffold", rounds=2), home, crossing)
-    rounds.collect_predictions(outcome, ["test"])
+    found = recipe(algorithm="scaffold", rounds=2)
+    rounds, outcome = deployed(found, home, crossing)
+    answers_of(found, home, rounds, outcome)
     left = [reply for (site, _), reply in zip(crossing.sent, crossing.replies, strict=True) if site == "lake"]
     rows = crossing.desks["lake"].releases.read_entries()
     assert [row["sha256"] for row in rows] == [hashlib.sha256(reply).hexdigest() for reply in left]
@@ -205,7 +236,7 @@ def test_the_log_of_releases_tells_every_byte_that_left(home: Path) -> None:
         sent = messages.decode(reply)
         sizes = {kind: sum(t.nbytes for t in group.values()) for kind, group in sent.tensors.items()}
         assert {kind: size for kind, size in row["kinds"].items() if kind in sizes} == sizes
-        assert ("metrics" in row["kinds"]) == bool(sent.fields.get("report"))
+        assert ("metrics" in row["kinds"]) == bool(sent.fields.get("report") or sent.fields.get("scores"))
     assert json.loads((home / "lake" / "log" / "releases.jsonl").read_text().splitlines()[0]) == rows[0]
 
 
@@ -214,7 +245,7 @@ def test_the_log_of_releases_tells_every_byte_that_left(home: Path) -> None:
 )
 def test_a_preview_is_what_then_leaves(settings: dict[str, Any], home: Path) -> None:
     found, state = recipe(**settings, rounds=1), f"preview {len(str(settings))}"
-    desk = SiteMessageHandler(config(home, "hill", f"{state} alone"))
+    desk = ApprovingHandler(config(home, "hill", f"{state} alone"))
     rows = desk.preview_releases(found)
     assert desk.releases.read_entries() == []
     crossing = Crossing(desks(home, state))

@@ -13,10 +13,8 @@ import torch
 
 from polyclinic import Recipe
 from polyclinic.core.errors import Refused
-from polyclinic.core.rng import Stream
 from polyclinic.deploy.site.images import load_own_site
-from polyclinic.deploy.site.message_handler import SiteMessageHandler
-from polyclinic.evaluation.assessment import assess_predictions
+from polyclinic.evaluation.site_scores import merge_final_scores
 from polyclinic.evaluation.task import CLASSIFICATION
 from polyclinic.runs.sites import load_sites
 from polyclinic.storage import messages
@@ -28,7 +26,9 @@ from tests.deploy.example_sites import (
     EVERY,
     SITES,
     TABLE,
+    ApprovingHandler,
     Crossing,
+    answers_of,
     asked,
     beginning,
     config,
@@ -91,14 +91,15 @@ def test_message_handlers_end_in_the_bits_of_the_simulation(case: str, home: Pat
     assert messages.hash_tensors(outcome.state) != messages.hash_tensors(rounds.algorithm.init(rounds.federation))
 
 
-def test_message_handlers_predict_the_same_as_the_simulation(home: Path) -> None:
+def test_message_handlers_score_the_same_as_the_simulation(home: Path) -> None:
+    """Every figure of every part, of all images that the site has; `test_serve.py` compares whole runs."""
     found = recipe(algorithm="fedbn", rounds=2)
-    rounds, outcome = deployed(found, home, Crossing(desks(home, "predictions")))
-    predictions = rounds.collect_predictions(outcome, ["train", "validation", "test"])
-    scores = assess_predictions(CLASSIFICATION, predictions, None, 0, Stream(found.seed, ("bootstrap",)))
+    rounds, outcome = deployed(found, home, Crossing(desks(home, "scores")))
+    told = answers_of(found, home, rounds, outcome)
+    scores = merge_final_scores(CLASSIFICATION, {site: answer.scores for site, answer in told.items() if answer.scores})
     together = simulation(found, home).run().summary
-    assert scores.merged == together.merged
     assert scores.sites == together.sites
+    assert scores.sites["hill"]["personal"].keys() == {"train", "validation", "test"}
 
 
 class Restless(Crossing):
@@ -107,7 +108,7 @@ class Restless(Crossing):
     def answer(self, site: str, data: bytes) -> Any:
         replies = []
         for _ in range(2):
-            self.desks = {**self.desks, site: SiteMessageHandler(self.desks[site].config)}
+            self.desks = {**self.desks, site: ApprovingHandler(self.desks[site].config)}
             replies.append(super().answer(site, data))
         assert replies[0] == replies[1]
         return replies[1]
@@ -121,7 +122,7 @@ def test_restarts_and_repeated_messages_change_nothing(settings: dict[str, Any],
     _, outcome = deployed(found, home, crossing)
     assert messages.hash_tensors(outcome.state) == simulation(found, home).run().summary.sha256
     left = crossing.desks["hill"].releases.read_entries()
-    assert [(row["round"], row.get("repeated", False)) for row in left] == [
+    assert [(row["round"], row.get("times", 1) > 1) for row in left] == [
         (round, again) for round in (1, 2, 3) for again in (False, True)
     ]
     if "privacy" in settings:
@@ -144,11 +145,8 @@ def test_a_round_that_comes_late_again_is_the_same_and_costs_nothing(home: Path)
     assert len(Ledger(home / site / "late" / "ledger.jsonl").read()) == 3
     order = messages.decode(first)
     moved = {kind: {n: t + 1 for n, t in group.items()} for kind, group in order.tensors.items()}
-    other = desk.answer_message(messages.encode(order.fields, moved))
-    assert desk.releases.read_entries()[-1]["epsilon"] > costs, "from other weights it is another release"
-    assert messages.hash_tensors(messages.decode(other).tensors) != messages.hash_tensors(
-        messages.decode(before).tensors
-    )
+    other = messages.encode(order.fields, moved)
+    assert "comes again with other contents" in refusal(said(desk.answer_message(other)))
 
 
 def test_noise_is_the_sites_own(home: Path) -> None:
@@ -179,18 +177,18 @@ def test_a_card_says_counts_and_no_more(home: Path) -> None:
         ]
         assert (tuple(card["classes"]), card["channels"], card["size"]) == (whole.classes, 1, 8)
         assert card["groups"] == [EACH, EACH]
-        assert set(fields) == {"run", "site", "card", "schema", "body"}
+        assert set(fields) == {"run", "site", "card", "least_sites", "schema", "body"}
         assert said(desk.answer_message(asked("enrol", site, found)))["card"] == card
         assert desk.releases.read_entries()[0]["kinds"].keys() == {"card"}
 
 
 def test_the_mark_of_images_tells_changes_and_nothing_else(home: Path, tmp_path: Path) -> None:
     shutil.copytree(home / "hill", tmp_path / "hill", ignore=shutil.ignore_patterns("*state*", "[a-z]*[0-9]"))
-    desk = SiteMessageHandler(config(tmp_path, "hill"))
+    desk = ApprovingHandler(config(tmp_path, "hill"))
     marks = [said(desk.answer_message(asked("enrol", "hill", recipe())))["card"]["fingerprint"]]
     shutil.copy(home / "lake" / "0.png", tmp_path / "hill" / "0.png")
     marks.append(said(desk.answer_message(asked("enrol", "hill", recipe())))["card"]["fingerprint"])
-    elsewhere = SiteMessageHandler(config(tmp_path, "hill", "other state"))
+    elsewhere = ApprovingHandler(config(tmp_path, "hill", "other state"))
     marks.append(said(elsewhere.answer_message(asked("enrol", "hill", recipe())))["card"]["fingerprint"])
     assert len(set(marks)) == 3
 
@@ -199,9 +197,9 @@ def test_other_images_than_the_run_began_with_are_refused(home: Path, tmp_path: 
     shutil.copytree(home / "hill", tmp_path / "hill")
     made = simulation(recipe(), home)
     begin = beginning(made, "hill")
-    assert said(SiteMessageHandler(config(tmp_path, "hill")).answer_message(begin))["ready"]
+    assert said(ApprovingHandler(config(tmp_path, "hill")).answer_message(begin))["ready"]
     shutil.copy(home / "lake" / "0.png", tmp_path / "hill" / "0.png")
-    fields = said(SiteMessageHandler(config(tmp_path, "hill")).answer_message(begin))
+    fields = said(ApprovingHandler(config(tmp_path, "hill")).answer_message(begin))
     assert fields["failure"] == "refused"
     assert "other images than when this run began" in fields["why"]
 
@@ -274,7 +272,7 @@ WRONG_DATA: dict[str, tuple[dict[str, Any], str, str]] = {
 @pytest.mark.parametrize("case", WRONG_DATA)
 def test_data_that_will_not_do_are_one_sentence_on_each_side(case: str, home: Path) -> None:
     changes, outside, inside = WRONG_DATA[case]
-    desk = SiteMessageHandler(config(home, "hill", f"wrong {case}"))
+    desk = ApprovingHandler(config(home, "hill", f"wrong {case}"))
     why = refusal(said(desk.answer_message(asked("enrol", "hill", recipe(**changes)))))
     assert outside in why
     assert str(home) not in why
@@ -283,18 +281,18 @@ def test_data_that_will_not_do_are_one_sentence_on_each_side(case: str, home: Pa
 
 
 def test_missing_files_and_tables_are_reported_at_the_site_only(home: Path, tmp_path: Path) -> None:
-    gone = SiteMessageHandler(config(home, "hill", "gone", data={TABLE: tmp_path / "gone.csv"}))
+    gone = ApprovingHandler(config(home, "hill", "gone", data={TABLE: tmp_path / "gone.csv"}))
     why = refusal(said(gone.answer_message(asked("enrol", "hill", recipe()))))
     assert "gone" not in why
     assert "gone.csv" in gone.site_log.read_lines()[-1]
-    others = SiteMessageHandler(config(home, "mountain", data={TABLE: home / "simulation" / TABLE}))
+    others = ApprovingHandler(config(home, "mountain", data={TABLE: home / "simulation" / TABLE}))
     assert "log" in refusal(said(others.answer_message(asked("enrol", "mountain", recipe()))))
     assert "is from site 'mountain'" in others.site_log.read_lines()[-1]
 
 
 def test_classes_come_with_the_run_where_labels_would_name_others(home: Path) -> None:
     made = simulation(recipe(), home)
-    desk = SiteMessageHandler(config(home, "hill", "classes"))
+    desk = ApprovingHandler(config(home, "hill", "classes"))
     wider = beginning(made, "hill", {"classes": ["benign", "malignant", "normal"]})
     assert said(desk.answer_message(wider)).get("ready"), "a class that this site happens not to have"
     fewer = beginning(made, "hill", {"run": "other", "classes": ["benign", "normal"]})

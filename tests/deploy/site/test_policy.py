@@ -11,18 +11,35 @@ import torch
 import yaml
 
 from polyclinic import Recipe
+from polyclinic.config.identity import predicted_parts
+from polyclinic.core import Bundle
 from polyclinic.core.errors import RecipeError, Refused
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
-from polyclinic.deploy.site.policy import Allow, check_recipe, check_sent_kinds, recipe_digest
+from polyclinic.deploy.site.orders import allow_round
+from polyclinic.deploy.site.policy import (
+    Allow,
+    check_predicted,
+    check_recipe,
+    check_scalars,
+    check_sent_kinds,
+    recipe_digest,
+    write_approvals,
+)
 from polyclinic.deploy.site.release_log import ReleaseLog, RotatingLog
+from polyclinic.deploy.site.scores import read_kept_scores
+from polyclinic.federation.rounds import Rounds
 from polyclinic.privacy.accounting import Spend, epsilon
+from polyclinic.runs.experiment import Experiment
 from polyclinic.storage import messages
 from polyclinic.storage.ledger import Ledger
 from tests.deploy.example_sites import (
+    CLUSTERS,
     EVERYTHING,
     KINDS,
+    ApprovingHandler,
     Crossing,
+    approve,
     asked,
     beginning,
     config,
@@ -37,9 +54,7 @@ WISH = {"noise": 2.0, "delta": 1e-3}
 
 
 def enrolled(home: Path, state: str, found: Recipe, **settings: Any) -> dict[str, Any]:
-    return said(
-        SiteMessageHandler(config(home, "hill", state, **settings)).answer_message(asked("enrol", "hill", found))
-    )
+    return said(ApprovingHandler(config(home, "hill", state, **settings)).answer_message(asked("enrol", "hill", found)))
 
 
 def allowing(**changes: Any) -> dict[str, Any]:
@@ -49,7 +64,11 @@ def allowing(**changes: Any) -> dict[str, Any]:
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "an algorithm": (allowing(algorithms=["fedavg"]), {"algorithm": "fedprox"}, "does not allow the algorithm fedprox"),
     "nothing said": ({"allow": {}}, {}, "does not allow the algorithm fedavg"),
-    "a recipe": (allowing(recipes=["0" * 64]), {}, "does not allow this recipe, whose digest is"),
+    "a model": (allowing(models=["linear"]), {}, "does not allow the model mlp"),
+    "a model of a cluster": (allowing(models=["mlp", "linear"]), CLUSTERS, "does not allow the model cnn_c"),
+    "more rounds": (allowing(rounds=4), {}, "the recipe has 5 rounds, and hill allows 4"),
+    "a small cohort": (allowing(least_sites=3), {"cohort": 1}, "at least 3 sites, and a round of this recipe has 1"),
+    "numbers": (allowing(kinds=sorted(KINDS - {"steps"})), {"algorithm": "fednova"}, "does not let steps leave"),
     "features": (allowing(kinds=sorted(KINDS - {"features"})), {"algorithm": "fedmp"}, "does not let features leave"),
     "metrics": (allowing(kinds=["model", "buffers"]), {}, "set evaluate.every: 0"),
     "forgetting": (
@@ -71,11 +90,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"privacy": {**WISH, "unit": "site", "noise_at": "server"}},
         "privacy.noise_at: site",
     ),
-    "who is a patient": (
-        {"budget": {"epsilon": 8, "unit": "patient"}},
-        {"privacy": {**WISH, "unit": "patient", "group": 1}},
-        "itself says who is a patient",
-    ),
     "open metrics": ({"budget": {"epsilon": 8}}, {"privacy": {**WISH, "metrics": "open"}}, "suppress or count"),
 }
 
@@ -84,9 +98,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_what_is_not_allowed_is_refused_at_enrolment_and_at_the_beginning(case: str, home: Path) -> None:
     site, wanted, words = CASES[case]
     found = recipe(**wanted)
-    desk = SiteMessageHandler(config(home, "hill", f"policy {case}", **site))
+    desk = ApprovingHandler(config(home, "hill", f"policy {case}", **site))
     plan = None if found.privacy is None else {"noise": 2.0, "metrics_noise": None, "holders": 1}
     shape = {"run": "r", "classes": ["benign", "malignant"], "channels": 1, "size": 8, "plan": plan}
+    shape |= {"sites": ["harbour", "hill", "lake"]}
     for order in (asked("enrol", "hill", found), asked("begin", "hill", found, shape)):
         reply = said(desk.answer_message(order))
         assert reply["failure"] == "refused"
@@ -96,39 +111,73 @@ def test_what_is_not_allowed_is_refused_at_enrolment_and_at_the_beginning(case: 
 
 
 def test_what_is_allowed_is_not_refused(home: Path) -> None:
-    modest = {
-        "kinds": ["model", "buffers"],
-        "algorithms": ["fedavg"],
-        "recipes": [recipe_digest(recipe(evaluate__every=0))],
-    }
+    modest = {"kinds": ["model", "buffers"], "algorithms": ["fedavg"], "models": ["mlp"]}
     assert "card" in enrolled(home, "modest", recipe(evaluate__every=0), allow=modest)
-    again = recipe(evaluate__every=0, about="other words", engine__workers=2)
-    assert "card" in enrolled(home, "modest", again, allow=modest), "neither words nor the engine decide a round"
-    assert "failure" in enrolled(home, "modest", recipe(evaluate__every=0, rounds=6), allow=modest)
+
+
+def test_only_what_was_approved_runs_until_it_is_withdrawn(home: Path) -> None:
+    desk = SiteMessageHandler(config(home, "hill", "approved"))
+    found, again = recipe(), recipe(about="other words", engine__workers=2)
+
+    def enrol(asking: Recipe) -> str:
+        return str(said(desk.answer_message(asked("enrol", "hill", asking))).get("why", "enrolled"))
+
+    assert "nobody at hill has approved this recipe" in enrol(found)
+    assert f"whose digest is {recipe_digest(found)}" in desk.site_log.read_lines()[-1]
+    approve(desk.config.folder, found)
+    assert enrol(found) == enrol(again) == "enrolled", "neither words nor the engine decide a round"
+    for digit in (recipe(rounds=6), recipe(training__optimiser__lr=0.06), recipe(seed=1)):
+        assert "nobody at hill has approved" in enrol(digit)
+    made = simulation(found, home)
+    assert said(desk.answer_message(beginning(made, "hill")))["ready"]
+    write_approvals(desk.config.folder, [])
+    order = loop(made, Crossing({})).prepare_outbox("train", 1, first_state(made), ["hill"], ["validation"])["hill"]
+    assert "nobody at hill has approved" in said(desk.answer_message(order))["why"], "a run that has begun ends, too"
+    (desk.config.folder / "approved.yaml").write_text("- 5")
+    assert "cannot write or read its own folder" in enrol(found)
+
+
+def first_state(made: Experiment) -> Bundle:
+    return made.setup.algorithm.init(made.setup.federation)
+
+
+def played(desk: SiteMessageHandler, made: Experiment) -> tuple[Rounds, Bundle]:
+    """All rounds of a run, as far as they are hill's; no weight ever moves."""
+    assert said(desk.answer_message(beginning(made, "hill")))["ready"]
+    rounds, state = loop(made, Crossing({})), first_state(made)
+    for number in range(1, made.recipe.rounds + 1):
+        order = rounds.prepare_outbox("train", number, state, ["hill"], [])["hill"]
+        assert "failure" not in said(desk.answer_message(order))
+    return rounds, state
 
 
 def test_a_policy_that_changed_holds_for_runs_that_began_before(home: Path) -> None:
     made = simulation(recipe(algorithm="fedprox"), home)
-    assert said(SiteMessageHandler(config(home, "hill", "changed")).answer_message(beginning(made, "hill")))["ready"]
+    assert said(ApprovingHandler(config(home, "hill", "changed")).answer_message(beginning(made, "hill")))["ready"]
     order = loop(made, Crossing({})).prepare_outbox(
         "train", 1, made.setup.algorithm.init(made.setup.federation), ["hill"], []
     )["hill"]
-    stricter = SiteMessageHandler(config(home, "hill", "changed", **allowing(algorithms=["fedavg"])))
+    stricter = ApprovingHandler(config(home, "hill", "changed", **allowing(algorithms=["fedavg"])))
     assert "does not allow the algorithm" in said(stricter.answer_message(order))["why"]
 
 
 def test_metrics_and_predictions_are_asked_for_in_vain_where_they_may_not_leave(home: Path) -> None:
     """A server that says one thing in its recipe and asks another in its orders."""
-    made = simulation(recipe(evaluate__every=0), home)
-    desk = SiteMessageHandler(config(home, "hill", "vain", **allowing(kinds=["model", "buffers"])))
+    made = simulation(recipe(evaluate__every=0, rounds=1), home)
+    desk = ApprovingHandler(config(home, "hill", "vain", **allowing(kinds=["model", "buffers"])))
     assert said(desk.answer_message(beginning(made, "hill")))["ready"]
-    rounds, state = loop(made, Crossing({})), made.setup.algorithm.init(made.setup.federation)
+    rounds, state = loop(made, Crossing({})), first_state(made)
     nosy = rounds.prepare_outbox("train", 1, state, ["hill"], ["validation"])["hill"]
-    assert "does not let metrics leave" in said(desk.answer_message(nosy))["why"]
-    last = rounds.prepare_outbox("evaluate", 6, state, ["hill"], ["test"])["hill"]
-    assert "does not let predictions leave" in said(desk.answer_message(last))["why"]
+    assert "the recipe has no metrics in round 1" in said(desk.answer_message(nosy))["why"]
     assert "examples" in said(desk.answer_message(rounds.prepare_outbox("train", 1, state, ["hill"], [])["hill"]))
-    assert [row["kinds"].keys() - {"model", "buffers"} for row in desk.releases.read_entries()] == [set()]
+    last = rounds.prepare_outbox("evaluate", 2, state, ["hill"], ["test"])["hill"]
+    told = messages.decode(desk.answer_message(last))
+    assert "does not let metrics leave" in told.fields["withheld"]
+    assert "scores" not in told.fields
+    assert told.tensors == {}
+    (kept,) = read_kept_scores(desk.config.folder)
+    assert kept.withheld == told.fields["withheld"]
+    assert [row["kinds"].keys() - {"model", "buffers"} for row in desk.releases.read_entries()] == [set(), set()]
 
 
 @pytest.mark.parametrize("expressly", [False, True])
@@ -136,14 +185,14 @@ def test_beside_a_budget_predictions_leave_only_if_the_site_says_so(expressly: b
     """They evade the budget: no plan protects them."""
     limit = {"budget": {"epsilon": 50, "delta": 1e-3, "predictions": expressly}}
     made = simulation(recipe(privacy=WISH, evaluate__every=0), home)
-    desk = SiteMessageHandler(config(home, "hill", f"predictions {expressly}", **limit))
-    assert said(desk.answer_message(beginning(made, "hill")))["ready"]
-    rounds, state = loop(made, Crossing({})), made.setup.algorithm.init(made.setup.federation)
-    reply = said(desk.answer_message(rounds.prepare_outbox("evaluate", 6, state, ["hill"], ["test"])["hill"]))
-    assert ("failure" in reply) != expressly
-    assert expressly or "set budget.predictions: true" in reply["why"]
+    desk = ApprovingHandler(config(home, "hill", f"predictions {expressly}", **limit))
+    rounds, state = played(desk, made)
+    order = rounds.prepare_outbox("evaluate", 6, state, ["hill"], ["test"])["hill"]
+    reply = messages.decode(desk.answer_message(order))
+    assert ("predictions" in reply.tensors) == expressly
     (row,) = (one for one in desk.preview_releases(made.recipe) if one.kind == "predictions")
     assert ("does not leave" in row.protection) != expressly
+    assert expressly or "set budget.predictions: true" in row.protection
 
 
 def test_the_last_look_at_a_reply_finds_kinds_and_bytes_that_nobody_agreed_to() -> None:
@@ -158,18 +207,35 @@ def test_the_last_look_at_a_reply_finds_kinds_and_bytes_that_nobody_agreed_to() 
         check_sent_kinds({"buffers": 1}, {"model": 100}, "hill", allow)
 
 
-def test_training_images_are_predicted_for_nobody_under_a_plan(home: Path) -> None:
-    made = simulation(recipe(privacy=WISH), home)
-    desk = SiteMessageHandler(config(home, "hill", "train part"))
-    assert said(desk.answer_message(beginning(made, "hill")))["ready"]
-    rounds, state = loop(made, Crossing({})), made.setup.algorithm.init(made.setup.federation)
-    for parts in (["train"], ["test", "train"]):
-        asks = rounds.prepare_outbox("evaluate", 6, state, ["hill"], parts)["hill"]  # type: ignore[arg-type]
-        assert said(desk.answer_message(asks))["why"].startswith("privacy: ")
-    assert "failure" not in said(
-        desk.answer_message(rounds.prepare_outbox("evaluate", 6, state, ["hill"], ["test"])["hill"])
-    )
+@pytest.mark.parametrize("plan", [None, WISH])
+def test_training_and_validation_images_are_predicted_for_nobody(plan: dict[str, Any] | None, home: Path) -> None:
+    made = simulation(recipe(privacy=plan, rounds=1), home)
+    desk = ApprovingHandler(config(home, "hill", f"parts {plan}"))
+    rounds, state = played(desk, made)
+    asks = rounds.prepare_outbox("evaluate", 2, state, ["hill"], predicted_parts(made.recipe))["hill"]
+    found = messages.decode(desk.answer_message(asks)).tensors["predictions"]
+    assert {name.split("|")[1] for name in found} == {"test"}
+    rows = found["global|test|thousandths"]
+    assert (rows.dtype, rows.shape[1]) == (torch.int16, 1), "whole thousandths; the last class tells nothing"
     assert desk.releases.read_entries()[-1]["epsilon"] == "unprotected"
+
+
+def test_the_last_look_at_predictions_finds_other_parts_and_numbers_that_are_not_rounded() -> None:
+    rows = torch.zeros(4, 1, dtype=torch.int16)
+    check_predicted({"m|test|thousandths": rows, "m|test|labels": torch.zeros(4).long()}, "hill")
+    for name, wrong in (("thousandths", rows.double()), ("probabilities", rows.double()), ("labels", rows)):
+        with pytest.raises(Refused, match="not whole thousandths"):
+            check_predicted({f"m|test|{name}": wrong}, "hill")
+    for part in ("train", "validation"):
+        with pytest.raises(Refused, match=f"predictions of {part} images"):
+            check_predicted({f"m|{part}|labels": rows}, "hill")
+
+
+@pytest.mark.parametrize("scalars", [{"other": 1.0}, {"steps": float("nan")}, {"steps": "8"}, {"steps": [1]}, 5, [1]])
+def test_numbers_that_the_algorithm_does_not_declare_stay(scalars: Any) -> None:
+    check_scalars({"steps": 8.0}, {"steps"}, "hill")
+    with pytest.raises(Refused, match="would have left hill"):
+        check_scalars(scalars, {"steps"}, "hill")
 
 
 def spends(rounds: int, noise: float = 2.0) -> list[Spend]:
@@ -184,7 +250,7 @@ def budget(rounds: int, spare: float = 1e-6) -> dict[str, Any]:
 def test_a_budget_pays_for_just_as_many_rounds_as_it_should(home: Path) -> None:
     """What is left is what the accountant says of all rounds of all runs together."""
     run = recipe(privacy=WISH, rounds=3)
-    crossing = Crossing({"hill": SiteMessageHandler(config(home, "hill", "pays", **budget(6)))})
+    crossing = Crossing({"hill": ApprovingHandler(config(home, "hill", "pays", **budget(6)))})
     for count in (3, 6):
         _play(run.model_copy(update={"seed": count}), home, crossing)
         told = crossing.desks["hill"].releases.read_entries()[-1]["epsilon"]
@@ -193,7 +259,7 @@ def test_a_budget_pays_for_just_as_many_rounds_as_it_should(home: Path) -> None:
     reply = said(crossing.desks["hill"].answer_message(beginning(made, "hill")))
     assert reply["failure"] == "refused"
     assert reply["why"].startswith("budget: this run would cost more than the privacy budget of hill has left")
-    short = SiteMessageHandler(config(home, "hill", "short", **budget(3, -1e-3)))
+    short = ApprovingHandler(config(home, "hill", "short", **budget(3, -1e-3)))
     assert "budget" in said(short.answer_message(beginning(simulation(run, home), "hill")))["why"]
 
 
@@ -207,39 +273,44 @@ def _play(found: Recipe, home: Path, crossing: Crossing) -> None:
         assert isinstance(answer, bytes), answer
 
 
-def test_a_server_that_repeats_a_round_from_other_weights_runs_out_of_budget(home: Path) -> None:
+def test_a_server_that_goes_back_from_other_weights_runs_out_of_budget(home: Path) -> None:
+    """Even where people at the site let it, every time."""
     made = simulation(recipe(privacy=WISH, rounds=2), home)
-    desk = SiteMessageHandler(config(home, "hill", "greedy", **budget(3)))
+    desk = ApprovingHandler(config(home, "hill", "greedy", **budget(3)))
     assert said(desk.answer_message(beginning(made, "hill")))["ready"]
-    rounds, start = loop(made, Crossing({})), made.setup.algorithm.init(made.setup.federation)
-    replies = []
-    for turn in range(5):
+    rounds, start = loop(made, Crossing({})), first_state(made)
+    folder = desk.config.folder / "runs" / made.run_id()
+    replies = [said(desk.answer_message(rounds.prepare_outbox("train", 1, start, ["hill"], [])["hill"]))]
+    for turn in range(4):
         moved = {kind: {n: t + turn for n, t in group.items()} for kind, group in start.items()}
-        replies.append(said(desk.answer_message(rounds.prepare_outbox("train", 1, moved, ["hill"], [])["hill"])))
+        allow_round(folder, 2)
+        replies.append(said(desk.answer_message(rounds.prepare_outbox("train", 2, moved, ["hill"], [])["hill"])))
     assert ["failure" in reply for reply in replies] == [False, False, False, True, True]
-    assert replies[3]["why"] == "budget: the privacy budget of hill cannot pay round 1"
+    assert replies[3]["why"] == "privacy: round 2 would cost hill more than the recipe promises" or (
+        replies[3]["why"] == "budget: the privacy budget of hill cannot pay round 2"
+    )
     assert len(desk.releases.read_entries()) == 3
 
 
 def test_a_round_is_charged_before_it_is_played(home: Path) -> None:
     """C4: whatever happens afterwards, what is written is never less than what left."""
     made = simulation(recipe(algorithm="scaffold", privacy=WISH), home)
-    desk = SiteMessageHandler(config(home, "hill", "charged", **budget(50)))
+    desk = ApprovingHandler(config(home, "hill", "charged", **budget(50)))
     assert said(desk.answer_message(beginning(made, "hill")))["ready"]
     order = messages.decode(
         loop(made, Crossing({})).prepare_outbox(
             "train", 1, made.setup.algorithm.init(made.setup.federation), ["hill"], []
         )["hill"]
     )
-    broken = {kind: group for kind, group in order.tensors.items() if kind != "control"}
-    assert said(desk.answer_message(messages.encode(order.fields, broken)))["failure"] == "error"
+    (desk.config.folder / "runs" / made.run_id() / "memory").write_text("in the way of the site's memory")
+    assert said(desk.answer_message(messages.encode(order.fields, order.tensors)))["failure"] == "error"
     assert len(Ledger(home / "hill" / "charged" / "ledger.jsonl").read()) == 1
     assert desk.releases.read_entries() == []
 
 
 def test_a_ledger_that_lost_rows_ends_all_private_work(home: Path) -> None:
     made = simulation(recipe(privacy=WISH, rounds=2), home)
-    desk = SiteMessageHandler(config(home, "hill", "lost", **budget(2)))
+    desk = ApprovingHandler(config(home, "hill", "lost", **budget(2)))
     assert said(desk.answer_message(beginning(made, "hill")))["ready"]
     rounds, state = loop(made, Crossing({})), made.setup.algorithm.init(made.setup.federation)
     assert "failure" not in said(desk.answer_message(rounds.prepare_outbox("train", 1, state, ["hill"], [])["hill"]))
@@ -273,7 +344,7 @@ def test_a_server_cannot_send_less_noise_than_its_recipe_promises(
         "metrics_noise": None if math.isinf(quiet) else quiet,
         "holders": made.setup.plan.max_sites_per_record,
     }
-    desk = SiteMessageHandler(config(home, "hill", "less noise"))
+    desk = ApprovingHandler(config(home, "hill", "less noise"))
     reply = said(desk.answer_message(beginning(made, "hill", {"run": "lie", "plan": {**honest, **lie}})))
     assert reply["failure"] == "refused"
     assert words in reply["why"]
@@ -287,7 +358,7 @@ def test_a_promise_holds_where_cohorts_hide_how_often_a_site_takes_part(home: Pa
     little = {"noise": 1.2, "metrics_noise": None, "holders": 1}
     fewest = next(n for n in range(1, 9) if epsilon(spends(n, 1.2), 1e-3) > 3.0)
     assert 1 < fewest <= 4
-    desk = SiteMessageHandler(config(home, "hill", "cohorts"))
+    desk = ApprovingHandler(config(home, "hill", "cohorts"))
     assert said(desk.answer_message(beginning(made, "hill", {"plan": little})))["ready"]
     rounds, state = loop(made, Crossing({})), made.setup.algorithm.init(made.setup.federation)
     replies = [
@@ -298,9 +369,7 @@ def test_a_promise_holds_where_cohorts_hide_how_often_a_site_takes_part(home: Pa
 
 def test_validation_images_pay_for_metrics_and_training_images_for_training(home: Path) -> None:
     """D4: an image is one or the other, so the dearer counts, not the sum."""
-    crossing = Crossing(
-        {site: SiteMessageHandler(config(home, site, "dearer")) for site in ("harbour", "hill", "lake")}
-    )
+    crossing = Crossing({site: ApprovingHandler(config(home, site, "dearer")) for site in ("harbour", "hill", "lake")})
     found = recipe(privacy={"delta": 1e-3, "epsilon": 8.0, "metrics": "count"}, rounds=2)
     deployed(found, home, crossing)
     rows = Ledger(home / "hill" / "dearer" / "ledger.jsonl").read()
@@ -314,14 +383,14 @@ def test_validation_images_pay_for_metrics_and_training_images_for_training(home
 
 
 def test_a_preview_tells_what_the_run_would_cost(home: Path) -> None:
-    desk = SiteMessageHandler(config(home, "hill", "priced", **budget(5)))
+    desk = ApprovingHandler(config(home, "hill", "priced", **budget(5)))
     rows = {row.kind: row for row in desk.preview_releases(recipe(privacy=WISH))}
     assert rows["model"].epsilon == pytest.approx(epsilon(spends(5), 1e-3))
     assert "DP-SGD" in rows["model"].protection
     assert rows["predictions"].epsilon is None
     with pytest.raises(Refused, match="privacy budget of hill"):
         desk.preview_releases(recipe(privacy=WISH, rounds=6))
-    plain = {row.kind: row for row in SiteMessageHandler(config(home, "hill", "plain")).preview_releases(recipe())}
+    plain = {row.kind: row for row in ApprovingHandler(config(home, "hill", "plain")).preview_releases(recipe())}
     assert plain["model"].protection == "no privacy plan in this recipe"
     assert plain["model"].bytes == sum(t.nbytes for t in _model().values())
 
@@ -362,7 +431,7 @@ def test_site_yaml_is_read_from_its_own_folder(tmp_path: Path) -> None:
     assert found.data == {"a": tmp_path / "kit" / "images" / "labels.csv", "b": Path("/data/b")}
     assert (found.allow.algorithms, found.allow.kinds, found.budget) == ((), (), None)
     with pytest.raises(Refused):
-        check_recipe(recipe(), "harbour", found.allow, found.budget)
+        check_recipe(recipe(), "harbour", found.allow, found.budget, None)
 
 
 @pytest.mark.parametrize(
@@ -371,7 +440,8 @@ def test_site_yaml_is_read_from_its_own_folder(tmp_path: Path) -> None:
         ({"sight": "x"}, "there is no key 'sight'"),
         ({"site": "a/b"}, "site is 'a/b', but The site name"),
         ({"allow": {"algorithms": ["fedavgg"]}}, "did you mean 'fedavg'?"),
-        ({"allow": {"recipes": ["abc"]}}, "allow.recipes.0 is 'abc'"),
+        ({"allow": {"models": ["resnet19"]}}, "did you mean 'resnet18'?"),
+        ({"allow": {"least_sites": 0}}, "allow.least_sites is 0"),
         ({"allow": {"everything": True}}, "there is no key 'allow.everything'"),
         ({"budget": {"epsilon": -1}}, "budget.epsilon is -1"),
         ({"budget": {"epsilon": 1, "unit": "pixel"}}, "budget.unit is 'pixel'"),

@@ -12,9 +12,19 @@ import typer
 from typer.testing import CliRunner
 
 from polyclinic.cli.privacy import spent_command
-from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.deploy.site.privacy_account import price_site_ledger
-from tests.deploy.example_sites import Crossing, asked, config, deployed, desks, recipe, refusal, said, write_hospitals
+from tests.deploy.example_sites import (
+    ApprovingHandler,
+    Crossing,
+    asked,
+    config,
+    deployed,
+    desks,
+    recipe,
+    refusal,
+    said,
+    write_hospitals,
+)
 
 SEEDED: dict[str, Any] = {"epsilon": 3.0, "delta": 1e-3, "randomness": "seed"}
 
@@ -39,17 +49,17 @@ def test_a_rehearsal_is_charged_without_end(home: Path) -> None:
     assert [row["epsilon"] for row in crossing.desks["hill"].releases.read_entries()][-1] == "infinite"
     budget = config(home, "hill", "rehearsal", budget={"unit": "image", "epsilon": 1000, "delta": 1e-3})
     later = asked("enrol", "hill", recipe(privacy={"epsilon": 3.0, "delta": 1e-3}, rounds=1))
-    assert "privacy budget of hill" in refusal(said(SiteMessageHandler(budget).answer_message(later)))
+    assert "privacy budget of hill" in refusal(said(ApprovingHandler(budget).answer_message(later)))
 
 
 def test_a_budget_refuses_it(home: Path) -> None:
     site = config(home, "lake", "budget", budget={"unit": "image", "epsilon": 8, "delta": 1e-3})
     found = asked("enrol", "lake", recipe(privacy=SEEDED))
-    assert "no privacy guarantee" in refusal(said(SiteMessageHandler(site).answer_message(found)))
+    assert "no privacy guarantee" in refusal(said(ApprovingHandler(site).answer_message(found)))
 
 
 def test_a_preview_promises_nothing(home: Path) -> None:
-    rows = SiteMessageHandler(config(home, "hill", "preview")).preview_releases(recipe(privacy=SEEDED))
+    rows = ApprovingHandler(config(home, "hill", "preview")).preview_releases(recipe(privacy=SEEDED))
     (model,) = (row for row in rows if row.kind == "model")
     assert model.epsilon is None
     assert model.protection == "noised, but without a guarantee: the noise comes from a public seed"

@@ -6,16 +6,19 @@ No site sends anything; the server hands out the common start once. Departures: 
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from polyclinic.algorithms.base import Algorithm, network_weights
+from polyclinic.algorithms.base import WEIGHT_KINDS, Algorithm, network_weights
 from polyclinic.core import Bundle, Exchange, Fit, Fitted, Site, SiteId, StoreError, Stream, Update, Updates, Work
 from polyclinic.training.losses import task_loss
 
 
 @dataclass(frozen=True)
 class Local(Algorithm):
+    site_kinds: ClassVar[tuple[str, ...]] = WEIGHT_KINDS
+
     def exchanges(self) -> tuple[Exchange, ...]:
         return ()
 

@@ -8,6 +8,7 @@ Fed-Align-CL.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from polyclinic.algorithms.base import WEIGHT_KINDS, BundleMean
 from polyclinic.algorithms.baselines.local import Local, continue_fit, pack_memory
@@ -17,6 +18,8 @@ from polyclinic.core import Bundle, Exchange, Site, SiteId, Stream, Update, Upda
 
 @dataclass(frozen=True)
 class OneShot(FedAvg):
+    site_kinds: ClassVar[tuple[str, ...]] = WEIGHT_KINDS
+
     def exchanges(self) -> tuple[Exchange, ...]:
         return tuple(Exchange(kind, like=kind, optional=True) for kind in WEIGHT_KINDS)
 

@@ -11,6 +11,7 @@ averaged as in FedAvg. The server computes ‖a_k‖₁ from the number of steps
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from polyclinic.algorithms.base import Algorithm, BundleMean
 from polyclinic.core import Bundle, Fit, RecipeError, Refused, Site, Stream, Update, Updates, Work
@@ -26,6 +27,8 @@ def normalised_steps(steps: float, momentum: float) -> float:
 
 @dataclass(frozen=True)
 class FedNova(Algorithm):
+    scalars: ClassVar = ("steps",)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.training.optimiser.name != "sgd":

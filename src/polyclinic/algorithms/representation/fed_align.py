@@ -73,6 +73,7 @@ Count = Annotated[int, Field(ge=1, le=MOST)]
 
 @dataclass(frozen=True)
 class FedAlign(FedAvg):
+    site_kinds: ClassVar[tuple[str, ...]] = ("others",)
     unused_options: ClassVar[dict[str, tuple[str, ...]]] = {"paper": ("bank", "receive", "lessons")}
     variant: Literal["corrected", "paper"] = "corrected"
     align: Annotated[float, Field(ge=0, le=MOST)] = 1.0

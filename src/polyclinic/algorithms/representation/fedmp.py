@@ -31,7 +31,7 @@ has `bank` slots, filled or not (feature_bank.py); a class with so few images th
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import PositiveFloat, PositiveInt
@@ -68,6 +68,7 @@ from polyclinic.training.losses import task_loss
 
 @dataclass(frozen=True)
 class FedMP(FedAvg):
+    site_kinds: ClassVar[tuple[str, ...]] = ("others",)
     variant: Literal["corrected", "paper"] = "corrected"
     completion: bool = True
     """SFMC: train the head on the features of other sites as well."""

@@ -25,6 +25,7 @@ class Wrapper(Algorithm):
     def __post_init__(self) -> None:
         object.__setattr__(self, "pooled", self.inner.pooled)
 
+    site_kinds = _OfInner()
     exchanges = _OfInner()
     auxiliary = _OfInner()
     init = _OfInner()
@@ -33,6 +34,7 @@ class Wrapper(Algorithm):
     check_update = _OfInner()
     averaged_kinds = _OfInner()
     needs_single_updates = _OfInner()
+    update_weight = _OfInner()
     aggregate = _OfInner()
     final_state = _OfInner()
     models = _OfInner()

@@ -5,6 +5,7 @@ holds only pixels: no names, labels or patients. It lies in POLYCLINIC_CACHE, or
 only its owner can read it.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -47,9 +48,29 @@ def load_cached(records: Sequence[Record], preparation: Preparation, fill: Fill)
     folder = cache_folder() / cache_key(records, preparation)
     if not _is_intact(folder, shape):
         _write_once(folder, shape, fill)
+    os.utime(folder)  # `trim_cache` keeps what was used last
     return torch.from_file(str(folder / "pixels"), shared=False, size=math.prod(shape), dtype=torch.uint8).reshape(
         shape
     )
+
+
+def trim_cache(limit: int) -> list[str]:
+    """Remove the sets that were not used for longest until the cache has at most `limit` bytes; returns their names.
+
+    The set that was used last always stays. A set that a process has open can be removed: its images stay readable.
+    """
+    found: list[tuple[float, int, Path]] = []
+    for folder in (index.parent for index in cache_folder().glob("*/index.json")):
+        with contextlib.suppress(OSError):  # another process may be removing it
+            found.append((folder.stat().st_mtime, sum(file.stat().st_size for file in folder.iterdir()), folder))
+    total, removed = 0, []
+    for number, (_, size, folder) in enumerate(sorted(found, reverse=True)):
+        if number and total + size > limit:
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder.name)
+        else:
+            total += size
+    return removed
 
 
 def pixel_shape(records: Sequence[Record], preparation: Preparation) -> tuple[int, int, int, int]:

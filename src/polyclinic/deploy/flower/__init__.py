@@ -4,7 +4,7 @@ import os
 from importlib.metadata import distributions
 
 from polyclinic.core import EngineError
-from polyclinic.deploy.provisioning.kit import FLWR
+from polyclinic.deploy.provisioning.software import FLWR
 
 ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",

@@ -1,65 +1,76 @@
-"""The server's only entrance: ASGI middleware that passes only the requests of registered sites to Flower's SuperLink.
+"""The server's only entrance: an ASGI application for the requests of registered sites, and for nothing else.
 
-Flower 1.41 serves three interfaces on one port and authenticates callers on one of them, the fleet interface for sites.
-Through the others, anyone who reaches the port may register a key, start runs and read their results. Nor does Flower
-check that a reply comes from the site it names, or limit the size of a request. This gateway closes these holes.
+A request's head is checked first: its path, the site's registered key, and the key's signature of the time. Until then
+nothing of the body is read, nobody is woken and nothing is charged to a site. Messages and replies pass here in one
+request each, straight from and into `message_queue.py`; whether a site is there is Flower's own business, to whose
+application the remaining requests are passed. Flower 1.41 serves two further interfaces on the same port, through
+which anyone who reaches it could register a key or start a run: they are closed.
 """
 
 import asyncio
 import time
 from base64 import b64decode
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
+from datetime import datetime
+from functools import lru_cache
 from typing import TypeAlias
 from urllib.parse import unquote
 
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import load_pem_public_key
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from polyclinic.core import SiteId
+from polyclinic.core import SiteId, __version__
+from polyclinic.deploy.flower.connections import Connection, ConnectionLimits
+from polyclinic.deploy.flower.message_queue import MessageQueue, QueuedMessage, ReplyUpload
 
 Refusal: TypeAlias = tuple[int, str, str]
 """The HTTP status, a note for the server's log, and a sentence for the caller."""
 
 FLEET = "/v1/fleet/"
+NEXT_MESSAGE, REPLY = "/v1/messages/next", "/v1/messages/reply"
 OPEN_PATHS = frozenset(
-    FLEET + name
-    for name in (
-        "activate-node",
-        "deactivate-node",
-        "send-node-heartbeat",
-        "pull-messages",
-        "pull-object",
-        "confirm-message-received",
-        "push-messages",
-        "push-object",
-    )
+    [NEXT_MESSAGE, REPLY, *(FLEET + name for name in ("activate-node", "deactivate-node", "send-node-heartbeat"))]
 )
-SENDER_PATHS = frozenset({FLEET + "push-messages", FLEET + "pull-messages"})
-"""Requests whose sender is checked here; Flower checks the others."""
-KEY, VERSION, NAMES = "flwr-public-key", "polyclinic-version", "polyclinic-names"
-MAX_OBJECT_BYTES = 64 << 20
-"""Of one uploaded object: Flower sends arrays in pieces of 5 MiB."""
-MAX_REQUEST_BYTES = 1 << 20
-"""Of any other request."""
-MIN_REPLY_BYTES, REPLY_FACTOR = 256 << 20, 16
-"""A reply may have MIN_REPLY_BYTES plus REPLY_FACTOR times the bytes of the message it answers."""
+KEY, TIMESTAMP, SIGNATURE = "flwr-public-key", "flwr-timestamp", "flwr-signature"
+NAMES, MESSAGE_NAME = "polyclinic-names", "polyclinic-message"
+PROTOCOL_HEADER, VERSION = "polyclinic-protocol", "polyclinic-version"
+MAX_CLOCK_LEAD, MAX_SIGNATURE_AGE = 5.0, 305.0
+"""Seconds by which the signed time may be ahead of or behind the server's clock, as Flower has it."""
+MAX_REQUEST_BYTES = 64 << 10
+"""Of a request that is no reply."""
+PIECE_BYTES = 1 << 18
+"""Messages are sent, and replies are stored, in pieces of about this size."""
+QUIET_SECONDS, MIN_BYTES_PER_SECOND = 60.0, 4096
+"""A body may take QUIET_SECONDS, and longer only if this many bytes pass in a second on average."""
+STRANGER_SECONDS = 0.5
+"""How long the answer to a refused request without a signature takes, so that a connection cannot ask often."""
+SITE_REQUESTS_PER_SECOND, BURST_SECONDS = 50.0, 2.0
+"""Of one site on average, and for how long more of them may come at once; those beyond wait."""
 HOLD_SECONDS = 10.0
 """How long a request for work is held open while there is none, so that no site needs to ask often."""
+REVOKED: Refusal = (
+    403,
+    "a key that is not registered",
+    "its key is not registered, or was revoked; ask for a new kit",
+)
+TOO_LARGE: Refusal = 413, "a request that is too large", "a request is larger than the server takes"
 
 
 class Gateway:
-    """ASGI middleware around Flower's application.
+    """The ASGI application of a server.
 
     Args:
-        app: Flower's ASGI application.
+        app: Flower's ASGI application, which keeps account of the sites that are connected.
         keys: The site of each registered public key.
-        nodes: Flower's node of each site.
-        version: The version of polyclinic that every site must run.
-        senders: Reads from a path and a body the nodes in whose name a request is made.
+        protocol: The number of the protocol that every site must speak (`polyclinic.core.PROTOCOL`).
+        messages: What waits for sites, and their replies.
+        limits: The limits on connections, which make a difference between those of sites and others.
         refused: Is called with the site ("" for an unknown caller) and the reason of every refused request.
         federation: The federation's name; "" accepts any.
         former: Public keys that were revoked, each with a description of its owner.
@@ -69,35 +80,45 @@ class Gateway:
         self,
         app: ASGIApp,
         keys: Mapping[bytes, SiteId],
-        nodes: Mapping[SiteId, int],
-        version: str,
-        senders: Callable[[str, bytes], set[int]],
+        protocol: int,
+        messages: MessageQueue,
+        limits: ConnectionLimits,
         refused: Callable[[SiteId, str], None],
         federation: str = "",
         former: Mapping[bytes, str] | None = None,
     ) -> None:
         self.former = former or {}
-        self.app, self.keys, self.nodes, self.federation = app, keys, nodes, federation
-        self.version, self.senders, self.refused = version, senders, refused
+        self.app, self.keys, self.federation = app, keys, federation
+        self.protocol, self.messages, self.limits, self.refused = protocol, messages, limits, refused
         self.last_seen: dict[SiteId, float] = {}
-        self.bytes_left: dict[SiteId, int] = {}
-        """How much each site may still send in reply."""
-        self.arrived: Callable[[], None] = lambda: None
-        """Called when a piece of a reply has arrived."""
+        self.versions: dict[SiteId, str] = {}
+        """The version of polyclinic that each site says it runs."""
         self.hold = HOLD_SECONDS
-        self._work: defaultdict[SiteId, asyncio.Event] = defaultdict(asyncio.Event)
+        self._held: dict[SiteId, asyncio.Future[bool]] = {}
+        """The request for work of each site that is held open."""
+        self._notified: set[SiteId] = set()
+        """Sites whose next request is not held, since there may have come something between two requests."""
+        self._free_at: dict[SiteId, float] = {}
+        """When each site's requests so far would be over, if they came evenly."""
         self._loop: asyncio.AbstractEventLoop | None = None
+        messages.announce = self.notify_site
 
-    def notify_site(self, site: SiteId, size: int = 0) -> None:
-        """Release the site's held request: there is a message of `size` bytes for it. May be called from any thread."""
-        self.bytes_left[site] = MIN_REPLY_BYTES + REPLY_FACTOR * size
+    def notify_site(self, site: SiteId) -> None:
+        """Release the site's held request: there may be a message for it. May be called from any thread."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._work[site].set)
+            self._loop.call_soon_threadsafe(self._release_site, site)
+
+    def _release_site(self, site: SiteId, there_may_be_work: bool = True) -> None:
+        held = self._held.pop(site, None)
+        if held is not None and not held.done():
+            held.set_result(there_may_be_work)
+        elif there_may_be_work:
+            self._notified.add(site)
 
     def release_waiters(self) -> None:
         """Release all held requests and hold none from now on. May be called from any thread."""
         self.hold = 0.0
-        for site in self.nodes:
+        for site in list(self._held):
             self.notify_site(site)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -105,47 +126,148 @@ class Gateway:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
-            await self._handle_request(scope, receive, send)
+            await self._handle_request(Request(scope, receive), send)
 
-    async def _handle_request(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request, path = Request(scope, receive), scope["path"]
-        site, body = self.keys.get(_read_key(request), ""), b""
-        refusal = self._find_caller_problem(request, site)
-        if refusal is None:
-            read = await _read_body(request, MAX_OBJECT_BYTES if path == FLEET + "push-object" else MAX_REQUEST_BYTES)
-            body, refusal = read or b"", self._find_body_problem(path, read, site)
-        if refusal is not None:
+    async def _handle_request(self, request: Request, send: Send) -> None:
+        connection: Connection = request.scope["state"]["connection"]
+        site = self.keys.get(_read_key(request), "")
+        if (refusal := self._find_stranger_problem(request, site)) is not None:
             status, note, sentence = refusal
-            self.refused(site, note)
-            await JSONResponse({"polyclinic": sentence}, status)(scope, receive, send)
+            await asyncio.sleep(STRANGER_SECONDS)
+            await self._refuse(request, send, "", (status, f"{note}, from {connection.address}", sentence))
             return
-        if path == FLEET + "pull-messages":
-            await self._wait_for_work(site)
-        await self.app(scope, _replay_body(body, receive), partial(self._watch_response, send, site))
-        if path == FLEET + "push-object":
-            self.arrived()
+        self.limits.mark_signed(connection, site)
+        self.last_seen[site], self.versions[site] = time.time(), _read_version(request)
+        connection.requests += 1
+        try:
+            await asyncio.sleep(self._excess_seconds(site))
+            if (refusal := self._find_caller_problem(request, site)) is not None:
+                await self._refuse(request, send, site, refusal)
+            else:
+                await self._answer_site(request, send, site)
+        except ClientDisconnect:
+            pass
+        except TimeoutError:
+            self.refused(site, "a request or reply of which too few bytes pass")
+            connection.close()
+        finally:
+            connection.requests -= 1
+            connection.since = time.monotonic()
 
-    async def _watch_response(self, send: Send, site: SiteId, event: Message) -> None:
-        """A response without an error means that Flower has verified the site's signature."""
-        if event["type"] == "http.response.start" and event["status"] < 400:
-            self.last_seen[site] = time.time()
-        await send(event)
+    def _excess_seconds(self, site: SiteId) -> float:
+        """How long this request of a site has to wait, because the site makes more than it may."""
+        now = time.monotonic()
+        self._free_at[site] = max(now, self._free_at.get(site, 0.0)) + 1 / SITE_REQUESTS_PER_SECOND
+        return max(0.0, self._free_at[site] - now - BURST_SECONDS)
+
+    async def _answer_site(self, request: Request, send: Send, site: SiteId) -> None:
+        """Answer a request whose signature has been verified."""
+        path = request.scope["path"]
+        if path == REPLY:
+            await self._receive_reply(request, send, site)
+        elif (body := await _read_body(request, MAX_REQUEST_BYTES)) is None:
+            await self._refuse(request, send, site, TOO_LARGE)
+        elif path == NEXT_MESSAGE:
+            await self._send_next_message(request, send, site)
+        else:
+            await self.app(request.scope, _replay_body(body, request.receive), send)
+
+    async def _refuse(self, request: Request, send: Send, site: SiteId, refusal: Refusal) -> None:
+        status, note, sentence = refusal
+        self.refused(site, note)
+        field = "detail" if status == 401 else "polyclinic"  # the site itself finds out that its clock is wrong
+        await JSONResponse({field: sentence}, status)(request.scope, request.receive, send)
+
+    async def _send_next_message(self, request: Request, send: Send, site: SiteId) -> None:
+        """Send the site its next message, waiting for one; or nothing, so that it asks again."""
+        message = self.messages.collect(site)
+        if message is None and await self._hold_request(site):
+            if not self._is_registered(request, site):
+                await self._refuse(request, send, site, REVOKED)
+                return
+            message = self.messages.collect(site)
+        if message is None:
+            await Response(status_code=204)(request.scope, request.receive, send)
+            return
+        headers = {"content-length": str(message.size), MESSAGE_NAME: message.name}
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+            }
+        )
+        pace = _Pace()
+        for piece in _split_message(message):
+            async with asyncio.timeout(pace.seconds_left()):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            pace.passed += len(piece)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        message.parts = ()
+
+    async def _hold_request(self, site: SiteId) -> bool:
+        """Wait until there may be a message for the site. False: a later request of the site has taken its place."""
+        self._release_site(site, there_may_be_work=False)
+        if site in self._notified:
+            self._notified.discard(site)
+            return True
+        held: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._held[site] = held
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.hold):
+                return await held
+        if self._held.get(site) is held:
+            del self._held[site]
+        return True
+
+    async def _receive_reply(self, request: Request, send: Send, site: SiteId) -> None:
+        upload = self.messages.begin_reply(request.headers.get(MESSAGE_NAME, ""), site)
+        if upload is None:
+            await Response(status_code=410)(request.scope, request.receive, send)
+            return
+        complete = False
+        try:
+            complete = await _store_body(request, upload)
+        except TimeoutError:  # which is an OSError, too
+            raise
+        except OSError as error:
+            self.refused(site, f"a reply that cannot be stored here ({error.strerror})")
+            await Response(status_code=507)(request.scope, request.receive, send)
+            return
+        finally:
+            if not complete:
+                self.messages.drop_reply(upload)
+        if complete and not self._is_registered(request, site):
+            self.messages.drop_reply(upload)
+            await self._refuse(request, send, site, REVOKED)
+        elif complete:
+            self.messages.finish_reply(upload)
+            await Response(status_code=204)(request.scope, request.receive, send)
+        else:
+            await self._refuse(request, send, site, TOO_LARGE)
+
+    def _is_registered(self, request: Request, site: SiteId) -> bool:
+        """Whether the key of a request is still the site's: it may have been revoked while the request was open."""
+        return self.keys.get(_read_key(request)) == site
+
+    def _find_stranger_problem(self, request: Request, site: SiteId) -> Refusal | None:
+        """Why this caller is nobody who may make this request, judged by its method, path, key and signature."""
+        if request.method != "POST" or request.scope["path"] not in OPEN_PATHS:
+            return 404, "a request for what is not open to sites", "there is nothing here"
+        if not site:
+            status, note, sentence = REVOKED
+            return status, self.former.get(_read_key(request), note), sentence
+        return _find_signature_problem(request, site)
 
     def _find_caller_problem(self, request: Request, site: SiteId) -> Refusal | None:
-        """Why this caller may not make this request, judged by its method, path and headers."""
-        method, path = request.method, request.scope["path"]
-        if method != "POST" or path not in OPEN_PATHS:
-            return 404, f"{method[:10]} {path[:60]!r} is not open to sites", "there is nothing here"
-        if not site:
-            note = self.former.get(_read_key(request), "a key that is not registered")
-            return 403, note, "its key is not registered, or was revoked; ask for a new kit"
-        theirs = request.headers.get(VERSION, "")[:40]
-        if theirs != self.version:
+        """Why this site, whose signature has been verified, may not take part as it is."""
+        if (protocol := request.headers.get(PROTOCOL_HEADER, "")[:20]) != str(self.protocol):
+            theirs, version = f"protocol {protocol or 'unknown'}", _read_version(request)
             return (
                 403,
-                f"it runs polyclinic {theirs!r}, not {self.version}",
-                f"the server runs polyclinic {self.version}, this site {theirs or 'another program'}; install the "
-                "server's version",
+                f"it speaks {theirs!r} (polyclinic {version!r}), not {self.protocol}",
+                f"the server runs polyclinic {__version__} with protocol {self.protocol}, this site "
+                f"{version or 'another program'} with {theirs}; install the server's version",
             )
         return self._find_name_problem(request.headers.get(NAMES, "")[:2000], site)
 
@@ -162,26 +284,42 @@ class Gateway:
                 )
         return None
 
-    def _find_body_problem(self, path: str, body: bytes | None, site: SiteId) -> Refusal | None:
-        """Why this body is refused: it is too large (None), or is sent in the name of another site."""
-        if path == FLEET + "push-object":
-            self.bytes_left[site] = self.bytes_left.get(site, 0) - len(body or b"")
-        if body is None or self.bytes_left.get(site, 0) < 0:
-            return 413, "a request that is too large", "a request is larger than the server takes"
-        if path in SENDER_PATHS and not self._is_sender(path, body, site):
-            return 403, "a request in the name of another site", "a request in the name of another site"
-        return None
 
-    def _is_sender(self, path: str, body: bytes, site: SiteId) -> bool:
-        try:
-            return self.senders(path, body) <= {self.nodes[site]}
-        except Exception:  # a parser may raise anything on untrusted bytes
-            return False
+def _find_signature_problem(request: Request, site: SiteId) -> Refusal | None:
+    """Why the caller does not prove now that it has the private key of the site whose public key it names."""
+    signed = request.headers.get(TIMESTAMP, "")[:64]
+    try:
+        age = time.time() - datetime.fromisoformat(signed).timestamp()
+        if not -MAX_CLOCK_LEAD < age < MAX_SIGNATURE_AGE:
+            return 401, f"a signed time of {site}'s key that is not now", "the signed time is not now"
+        signature = b64decode(request.headers.get(SIGNATURE, ""))
+        _parse_key(_read_key(request)).verify(signature, signed.encode(), ec.ECDSA(SHA256()))
+    except (ValueError, InvalidSignature, OverflowError):
+        return 401, f"a request with {site}'s key but without its signature", "the signature is not that of the key"
+    return None
 
-    async def _wait_for_work(self, site: SiteId) -> None:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._work[site].wait(), self.hold)
-            self._work[site].clear()
+
+class _Pace:
+    """How long the next piece of a body may take."""
+
+    def __init__(self) -> None:
+        self.begun, self.passed = time.monotonic(), 0
+
+    def seconds_left(self) -> float:
+        allowed = QUIET_SECONDS + self.passed / MIN_BYTES_PER_SECOND
+        return max(0.0, self.begun + allowed - time.monotonic())
+
+
+@lru_cache(maxsize=1024)
+def _parse_key(key: bytes) -> ec.EllipticCurvePublicKey:
+    found = load_pem_public_key(key)
+    if not isinstance(found, ec.EllipticCurvePublicKey):
+        raise ValueError("not an elliptic curve's key")
+    return found
+
+
+def _read_version(request: Request) -> str:
+    return request.headers.get(VERSION, "")[:40]
 
 
 def _read_key(request: Request) -> bytes:
@@ -191,16 +329,49 @@ def _read_key(request: Request) -> bytes:
         return b""
 
 
+async def _read_pieces(request: Request) -> AsyncIterator[bytes]:
+    """The body as it arrives; raises `TimeoutError` if it does so too slowly."""
+    pieces, pace = request.stream(), _Pace()
+    while True:
+        try:
+            async with asyncio.timeout(pace.seconds_left()):
+                piece = await anext(pieces)
+        except StopAsyncIteration:
+            return
+        pace.passed += len(piece)
+        yield piece
+
+
 async def _read_body(request: Request, limit: int) -> bytes | None:
     """The whole body; None as soon as it exceeds `limit` bytes."""
     body = bytearray()
-    with suppress(ClientDisconnect):
-        async for piece in request.stream():
-            body += piece
-            if len(body) > limit:
-                return None
-        return bytes(body)
-    return b""
+    async for piece in _read_pieces(request):
+        body += piece
+        if len(body) > limit:
+            return None
+    return bytes(body)
+
+
+async def _store_body(request: Request, upload: ReplyUpload) -> bool:
+    """Store a reply as it arrives; False as soon as it is larger than it may be."""
+    held = bytearray()
+    async for piece in _read_pieces(request):
+        held += piece
+        if upload.size + len(held) > upload.most_bytes:
+            return False
+        if len(held) >= PIECE_BYTES:
+            await asyncio.to_thread(upload.write, bytes(held))
+            held.clear()
+    upload.write(bytes(held))
+    upload.flush()  # a full disk has to be noticed here
+    return True
+
+
+def _split_message(message: QueuedMessage) -> Iterator[bytes]:
+    for part in message.parts:
+        view = memoryview(part)
+        for start in range(0, len(view), PIECE_BYTES):
+            yield bytes(view[start : start + PIECE_BYTES])
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:

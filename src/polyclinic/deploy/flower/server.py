@@ -1,17 +1,17 @@
-"""The server's side of Flower 1.41: an engine whose sites are Flower nodes, and the SuperLink that they connect to.
+"""The server's side of a deployment: an engine whose sites are elsewhere, and the link that they connect to.
 
-The messages and the round loop are ours; Flower carries the bytes and authenticates the sites. At a site, a long-lived
-process of ours (`flower/client.py`) uses Flower's own client of the fleet interface, as `flower-supernode` does, but
-asks for work at once instead of every 3 s, and answers from the installed package. The application that a server can
-ship with a run is never fetched, so no foreign code can run. At the server, Flower's SuperLink (the application that
-`flower-superlink` serves, kept in memory) runs in the process of the round loop, behind `flower/gateway.py`; the loop
-calls it directly through Flower's Grid. A site is identified by its registered key alone.
+The messages and the round loop are ours, and a message travels in one request (`flower/gateway.py`); Flower 1.41 keeps
+account of its nodes, the sites: which are registered, and which are connected. At a site, a long-lived process of ours
+(`flower/client.py`) uses Flower's own client. The application that a server can ship with a run of Flower's is never
+fetched, so no foreign code can run. At the server, Flower's SuperLink (the application that `flower-superlink` serves,
+kept in memory) runs in the process of the round loop, behind the gateway. A site is identified by its key alone.
 
 Only this folder and `federation/engines/flower_envelope.py` import flwr; its releases change these interfaces, so one
 version is pinned.
 """
 
-import secrets
+import asyncio
+import logging
 import socket
 import threading
 import time
@@ -19,78 +19,72 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Self, cast
+from typing import Protocol, Self, cast
 
 import uvicorn
-from flwr.app import Message
-from flwr.common.constant import (
-    NOOP_ACCOUNT_NAME,
-    NOOP_FLWR_AID,
-    SUPERLINK_NODE_ID,
-    ErrorCode,
-    SubStatus,
-)
-from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
+from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
 from flwr.server.superlink.linkstate import InMemoryLinkState
-from flwr.serverapp import Grid
-from flwr.supercore.constant import NOOP_FEDERATION_ID, NodeStatus, TaskType
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-from flwr.supercore.object_store import NoObjectInStoreError
+from flwr.supercore.constant import NodeStatus
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid import HttpGrid
 from flwr.superlink.main import create_app
-from flwr.superlink.servicer.runtime import runtime_handlers
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from polyclinic.core import EngineError, Failure, Refused, SiteId, __version__
-from polyclinic.deploy.flower.client import HEARTBEAT_SECONDS, NONCE
+from polyclinic.core import PROTOCOL, EngineError, Failure, Refused, SiteId
+from polyclinic.deploy.flower.connections import Connection, ConnectionLimits, raise_descriptor_limit
 from polyclinic.deploy.flower.gateway import Gateway
+from polyclinic.deploy.flower.message_queue import MessageQueue
 from polyclinic.deploy.flower.silence import SilenceRule, SilenceWatch
 from polyclinic.deploy.provisioning.certificates import PublicKey, read_public_key
 from polyclinic.federation.engines import Answer
-from polyclinic.federation.engines.flower_envelope import pack_message, unpack_message
+from polyclinic.federation.mailbox import DividedMessages, message_parts
 from polyclinic.storage import messages as wire
 
-RUNTIME_CALLS = (
-    "push_messages",
-    "pull_messages",
-    "push_object",
-    "pull_object",
-    "confirm_message_received",
-    "get_nodes",
-)
 MAX_ATTEMPTS = 5
 """How often one message is sent to a site that keeps going away: the message itself may be what ends it."""
-UNAVAILABLE = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
-MESSAGE_TTL = 30 * 86_400.0
-"""Seconds after which Flower drops a message; rounds have shorter deadlines of their own."""
+MAX_HEAD_BYTES = 16 << 10
+"""Of a request's line and headers."""
+ERRORS_ONLY = logging.getLogger("uvicorn.requests")
+ERRORS_ONLY.setLevel(logging.ERROR)
 
 
-def build_message(data: bytes, node: int) -> Message:
-    """Build a message to a site. Flower identifies a message by its hash and accepts a reply from anyone who knows it:
-    random bytes at the end make the hash impossible to guess."""
-    return Message(pack_message(data + secrets.token_bytes(NONCE)), node, "query", ttl=MESSAGE_TTL)
+class MessageLink(Protocol):
+    """What carries messages to sites and replies back."""
+
+    def connected_since(self) -> Mapping[SiteId, str]:
+        """The connected sites, and when each connected."""
+        ...
+
+    def send_message(self, site: SiteId, parts: tuple[bytes, ...]) -> str:
+        """Send a site a message, given as its parts, and return a name for it."""
+        ...
+
+    def wait_for_reply(self, seconds: float) -> tuple[str, bytes] | None:
+        """Return the name of a message and the reply to it, once for each; None if none comes within the time."""
+        ...
+
+    def withdraw_message(self, name: str) -> None:
+        """Forget a message. A reply to it may still come, or not."""
+        ...
 
 
 class FlowerEngine:
     """Exchanges messages with sites that are Flower nodes.
 
     Args:
-        grid: Flower's access to the SuperLink.
-        nodes: The node of each site.
+        link: What carries the messages.
         patience: Seconds that a site may be away before a round goes on without it.
     """
 
-    def __init__(self, grid: Grid, nodes: Mapping[SiteId, int], patience: float = 30.0) -> None:
-        self.grid, self.nodes, self.patience = grid, dict(nodes), patience
-        self.silence, self.report_silence = SilenceRule(), lambda _site, _sentence: None
+    def __init__(self, link: MessageLink, patience: float = 30.0) -> None:
+        self.link, self.patience = link, patience
+        self.report: Callable[[str], None] = lambda _: None
+        """Is called with a sentence when a message is sent again."""
+        self.silence = SilenceRule()
+        self.report_silence: Callable[[SiteId, str], None] = lambda _site, _sentence: None
         """How long silent sites are waited for, and who is told of them."""
         self.away: dict[SiteId, float] = {}
         """When each absent site was first missed; kept from one exchange to the next."""
-        self.pause: Callable[[float], object] = grid.wait_for_reply if isinstance(grid, LinkGrid) else time.sleep
 
     def exchange(
         self, round: int, sent: Mapping[SiteId, bytes], deadline: float | None
@@ -101,24 +95,19 @@ class FlowerEngine:
         try:
             for site in sent:
                 exchange.send_message(site)
+            if isinstance(sent, DividedMessages):
+                sent.release_shared()
             yield from exchange.resend_or_give_up()
             while exchange.unanswered_sites() and (deadline is None or time.monotonic() < exchange.begun + deadline):
-                yield from exchange.collect_answers()
-                if time.monotonic() >= exchange.looked + 1:
+                yield from exchange.collect_answer(0.2)
+                if time.monotonic() >= exchange.looked + 0.5:
                     yield from exchange.resend_or_give_up()
                     yield from exchange.give_up_silent_sites()
-                if exchange.unanswered_sites():
-                    self.pause(0.2)
             yield from (
                 (site, Failure("late", f"no reply within {deadline:g} s")) for site in exchange.unanswered_sites()
             )
         finally:
             exchange.withdraw_messages(list(exchange.asked))
-
-    def close(self) -> None:
-        """Close the connection to a SuperLink in another process."""
-        if isinstance(self.grid, HttpGrid):
-            self.grid.close()
 
 
 class _Exchange:
@@ -128,71 +117,67 @@ class _Exchange:
         self.engine, self.sent = engine, sent
         self.begun = self.looked = time.monotonic()
         self.silence = SilenceWatch(engine.silence, engine.report_silence)
+        self.here = engine.link.connected_since()
         self.asked: dict[str, SiteId] = {}
         self.absent: set[SiteId] = set()
         """Sites that are not connected and have not received their message."""
         self.since: dict[SiteId, str] = {}
         """When each site had last connected at the time its message was sent."""
         self.times: Counter[SiteId] = Counter()
+        self.sent_at: dict[SiteId, float] = {}
 
     def send_message(self, site: SiteId) -> None:
-        here = self.connected_nodes()
-        node = self.engine.nodes[site]
-        if node in here:
-            (name,) = self.engine.grid.push_messages([build_message(self.sent[site], node)]) or [""]
-            if name:
-                self.asked[name], self.since[site] = site, here[node]
-                self.times[site] += 1
-                self.absent.discard(site)
-                self.engine.away.pop(site, None)
-                return
-        self.mark_away(site)
+        if site not in self.here:
+            self.mark_away(site)
+            return
+        name = self.engine.link.send_message(site, message_parts(self.sent, site))
+        self.asked[name], self.since[site] = site, self.here[site]
+        self.times[site] += 1
+        self.sent_at[site] = time.monotonic()
+        self.mark_back(site)
 
     def mark_away(self, site: SiteId) -> None:
         self.absent.add(site)
         self.engine.away.setdefault(site, time.monotonic())
 
-    def connected_nodes(self) -> dict[int, str]:
-        """The connected nodes, and when each connected."""
-        return {node.node_id: node.last_activated_at for node in self.engine.grid.get_nodes()}
+    def mark_back(self, site: SiteId) -> None:
+        self.absent.discard(site)
+        self.engine.away.pop(site, None)
 
-    def collect_answers(self) -> Iterable[tuple[SiteId, Answer]]:
-        for name, site in list(self.asked.items()):
-            if name not in self.asked:
-                continue
-            answer = self.read_answer(name)
-            if isinstance(answer, Failure) and answer.kind == "dead":
-                self.withdraw_messages([name])
-                if site not in self.asked.values():
-                    self.mark_away(site)
-            elif answer is not None:
-                self.withdraw_messages([other for other, of in self.asked.items() if of == site])
-                self.absent.discard(site)
-                self.silence.note_answer()
-                yield site, answer
-
-    def read_answer(self, name: str) -> bytes | Failure | None:
-        try:
-            found = list(self.engine.grid.pull_messages([name]))
-            return _read_reply(found[0]) if found else None
-        except Exception as error:  # Flower parses untrusted bytes: whatever that raises is the site's failure
-            return Failure("refused", f"its reply could not be read ({type(error).__name__})")
+    def collect_answer(self, seconds: float) -> Iterable[tuple[SiteId, Answer]]:
+        """Yield the next answer, if one comes within so many seconds."""
+        name, *replies = self.engine.link.wait_for_reply(seconds) or ("",)
+        if (site := self.asked.get(name)) is not None:
+            self.forget_site(site)
+            self.silence.note_answer()
+            yield site, _read_reply(replies.pop())  # so that only who is given the reply holds it
 
     def resend_or_give_up(self) -> Iterable[tuple[SiteId, Answer]]:
         """Resend to sites that have reconnected; give up sites that have been away too long."""
-        self.looked, here = time.monotonic(), self.connected_nodes()
+        self.looked, self.here = time.monotonic(), self.engine.link.connected_since()
         for site in self.unanswered_sites():
-            came = here.get(self.engine.nodes[site])
-            if came is not None and (site in self.absent or came != self.since[site]):
-                if self.times[site] == MAX_ATTEMPTS:
-                    self.withdraw_messages([name for name, of in self.asked.items() if of == site])
-                    self.absent.discard(site)
-                    yield site, Failure("dead", f"it went away {MAX_ATTEMPTS} times while at work on this")
-                else:
-                    self.send_message(site)
-            elif site in self.absent and self.looked >= self.engine.away[site] + self.engine.patience:
-                self.absent.remove(site)
-                yield site, Failure("dead", f"it has been away for {self.looked - self.engine.away[site]:.0f} s")
+            came, former = self.here.get(site), self.since.get(site)
+            if came is None:
+                self.mark_away(site)
+                if self.looked >= self.engine.away[site] + self.engine.patience:
+                    self.forget_site(site)
+                    yield site, Failure("dead", f"it has been away for {self.looked - self.engine.away[site]:.0f} s")
+            elif came == former:
+                self.mark_back(site)
+            elif self.times[site] == MAX_ATTEMPTS:
+                self.forget_site(site)
+                yield site, Failure("dead", f"it went away {MAX_ATTEMPTS} times while at work on this")
+            else:
+                self.report_repetition(site)
+                self.send_message(site)
+
+    def report_repetition(self, site: SiteId) -> None:
+        """Say why a round takes longer than usual: a site that had its message has begun anew."""
+        if site in self.sent_at:
+            lost = time.monotonic() - self.sent_at[site]
+            self.engine.report(
+                f"{site} went away while at work and is back: it gets the message of {lost:.0f} s ago once more"
+            )
 
     def give_up_silent_sites(self) -> Iterable[tuple[SiteId, Answer]]:
         """Report connected sites that do not answer; with a quorum, go on without them after a while."""
@@ -206,19 +191,19 @@ class _Exchange:
     def unanswered_sites(self) -> list[SiteId]:
         return list(dict.fromkeys([*self.asked.values(), *self.absent]))
 
+    def forget_site(self, site: SiteId) -> None:
+        """Expect no answer of this site any more."""
+        self.withdraw_messages([name for name, of in self.asked.items() if of == site])
+        self.absent.discard(site)
+
     def withdraw_messages(self, names: Iterable[str]) -> None:
         """Expect no more answers to these messages, and delete them."""
         for name in names:
             del self.asked[name]
-            if isinstance(self.engine.grid, LinkGrid):
-                self.engine.grid.delete_message(name)
+            self.engine.link.withdraw_message(name)
 
 
-def _read_reply(reply: Message) -> bytes | Failure:
-    if reply.has_error():
-        reason = wire.format_untrusted(reply.error.reason)
-        return Failure("dead" if reply.error.code in UNAVAILABLE else "error", reason)
-    data = unpack_message(reply)
+def _read_reply(data: bytes) -> bytes | Failure:
     with suppress(Refused):  # the caller reports what is wrong with it
         if len(data) <= 1 << 16 and "failure" in (fields := wire.decode(data).fields):
             words = "".join(letter if letter.isprintable() else " " for letter in str(fields.get("why", "")))
@@ -249,139 +234,119 @@ class SuperLink:
         known = {public_key_to_bytes(read_public_key(path)): site for site, path in self.keys.items()}
         for key, site in known.items():
             self.nodes[site] = self.state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, 0, name=site)
-        self._open_run()
         former = {public_key_to_bytes(key): whose for key, whose in self.revoked}
-        self.gate = Gateway(app, known, self.nodes, __version__, _read_senders, self.refused, self.federation, former)
+        self.limits = ConnectionLimits(len(known), raise_descriptor_limit(), self.refused)
+        self.messages = MessageQueue()
+        self.gate = Gateway(app, known, PROTOCOL, self.messages, self.limits, self.refused, self.federation, former)
         self._start_http_server()
-        self.over = threading.Event()
-        threading.Thread(target=self._refresh_heartbeats, daemon=True).start()
         return self
 
-    def connected_sites(self) -> list[SiteId]:
-        here = {node.node_id for node in self.state.get_node_info(statuses=[NodeStatus.ONLINE])}
-        return [site for site, node in self.nodes.items() if node in here]
+    def connected_since(self) -> dict[SiteId, str]:
+        here = {node.node_id: node.last_activated_at for node in self.state.get_node_info(statuses=[NodeStatus.ONLINE])}
+        return {site: here[node] for site, node in self.nodes.items() if node in here}
 
-    def _open_run(self) -> None:
-        """Create Flower's run without an application, since the sites have theirs."""
-        self.run = self.state.create_run(
-            None, None, None, {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP
-        )
-        self.task = cast(int, self.state.get_run_info(run_ids=[self.run])[0].primary_task_id)
-        self.token = cast(str, self.state.claim_task(self.task))
-        self.state.activate_task(self.task)
-        TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = self.run, self.task, SUPERLINK_NODE_ID
+    def connected_sites(self) -> list[SiteId]:
+        return list(self.connected_since())
+
+    def registered_sites(self) -> list[SiteId]:
+        """The sites whose key is registered now, in the federation's order."""
+        registered = set(self.gate.keys.values())
+        return [site for site in self.nodes if site in registered]
+
+    def reload_certificate(self, certificate: Path, key: Path) -> None:
+        """Show another certificate from the next connection on."""
+        if self.server.config.ssl is not None:
+            self.server.config.ssl.load_cert_chain(certificate, key)
+
+    def send_message(self, site: SiteId, parts: tuple[bytes, ...]) -> str:
+        return self.messages.put(site, parts)
+
+    def wait_for_reply(self, seconds: float) -> tuple[str, bytes] | None:
+        return self.messages.wait_for_reply(seconds)
+
+    def withdraw_message(self, name: str) -> None:
+        self.messages.withdraw(name)
 
     def _start_http_server(self) -> None:
         self.socket = socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self.socket.bind((self.host, self.port))
+            self.socket.listen(1024)
         except OSError as error:
             self.socket.close()
             raise EngineError(
                 f"cannot listen on {self.host}:{self.port} ({error.strerror}); is another server running there?"
             ) from None
         certificate, key = self.certificate or (None, None)
-        self.server = uvicorn.Server(
-            uvicorn.Config(
-                self.gate,
-                ssl_certfile=certificate,
-                ssl_keyfile=key,
-                ws="none",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_graceful_shutdown=1,
-            )
+        config = uvicorn.Config(
+            self.gate,
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
+            http=_SiteProtocol,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=60,
+            timeout_graceful_shutdown=1,
         )
-        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
+        self.server = _LimitedServer(config, self.socket, self.limits)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
         while not self.server.started:
             if not self.thread.is_alive():
                 raise EngineError("Flower's SuperLink did not start; the server's log says why")
             time.sleep(0.02)
 
-    def _refresh_heartbeats(self) -> None:
-        while not self.over.wait(HEARTBEAT_SECONDS):
-            self.state.acknowledge_task_heartbeat(self.task)
-
     def __exit__(self, *_: object) -> None:
-        self.over.set()
         self.gate.release_waiters()
-        self.state.finish_task(self.task, SubStatus.COMPLETED, "")
         self.server.should_exit = True
         self.thread.join(timeout=5)
         self.socket.close()
 
 
-class LinkGrid(HttpGrid):
-    """Flower's grid, calling the SuperLink of this process without HTTP."""
+class _LimitedServer(uvicorn.Server):
+    """uvicorn's server, whose connections are accepted by `ConnectionLimits`."""
 
-    def __init__(self, link: SuperLink) -> None:
-        super().__init__(token="none: nothing travels")
-        state, task, self.link = link.state, link.state.get_task_by_token(link.token), link
-        calls = {
-            "".join(map(str.capitalize, name.split("_"))): partial(
-                getattr(runtime_handlers, name), state=state, task=task
-            )
-            for name in RUNTIME_CALLS
-        }
-        self._client = cast(Any, SimpleNamespace(**calls))
-        self.set_run(state.get_run_info(run_ids=[link.run])[0])
-        self.news = threading.Event()
-        link.gate.arrived = self.news.set
+    def __init__(self, config: uvicorn.Config, listener: socket.socket, limits: ConnectionLimits) -> None:
+        super().__init__(config)
+        self.listener, self.limits = listener, limits
+        self.servers: list[asyncio.base_events.Server] = []
 
-    def wait_for_reply(self, seconds: float) -> None:
-        """Wait until a piece of a reply arrives, for at most so many seconds."""
-        self.news.wait(seconds)
-        self.news.clear()
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await self.lifespan.startup()
+        self.accepting = asyncio.create_task(
+            self.limits.accept_forever(self.listener, self._make_protocol, self.config.ssl)
+        )
+        self.started = True
 
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        sizes = {message.metadata.dst_node_id: len(unpack_message(message)) for message in messages}
-        names = super().push_messages(messages)
-        for site, node in self.link.nodes.items():
-            if node in sizes:
-                self.link.gate.notify_site(site, sizes[node])
-        return names
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.accepting.cancel()
+        await super().shutdown(sockets)
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """The replies that have arrived completely, so that a slow one does not delay the others."""
-        found: list[Message] = []
-        for name in filter(self._is_complete, message_ids):
-            reply = self.link.state.message_ins_id_to_message_res_id.get(name)
-            try:
-                found += super().pull_messages([name])
-            except Exception:
-                if reply is not None:
-                    self.link.state.object_store.delete(reply)
-                raise
-        return found
-
-    def _is_complete(self, name: str) -> bool:
-        reply, store = self.link.state.message_ins_id_to_message_res_id.get(name), self.link.state.object_store
-        with suppress(NoObjectInStoreError):
-            if reply is not None:
-                return all(store.get(part.object_id) for part in iterate_object_tree(store.get_object_tree(reply)))
-        return True
-
-    def delete_message(self, name: str) -> None:
-        """Delete a message, its reply and all their pieces; Flower itself keeps a reply that nobody has fetched."""
-        reply = self.link.state.message_ins_id_to_message_res_id.get(name)
-        for stored in filter(None, (name, reply)):
-            self.link.state.object_store.delete(stored)
-        self.link.state.delete_messages({name})
-
-    def close(self) -> None:
-        """Do nothing: the SuperLink is closed by the code that opened it."""
+    def _make_protocol(self, connection: Connection) -> asyncio.Protocol:
+        protocol = _SiteProtocol(self.config, self.server_state, {"connection": connection})
+        protocol.connection, protocol.limits = connection, self.limits
+        return protocol
 
 
-def _read_senders(path: str, body: bytes) -> set[int]:
-    """The nodes in whose name a request is made."""
-    if path.endswith("pull-messages"):
-        return {PullMessagesRequest.FromString(body).node.node_id}
-    request = PushMessagesRequest.FromString(body)
-    names = [message.metadata.message_id for message in request.messages_list]
-    if names != [tree.object_id for tree in request.message_object_trees] or len(names) != 1:
-        raise ValueError("a reply must be one message, and what follows its pieces")
-    return {request.node.node_id, *(message.metadata.src_node_id for message in request.messages_list)}
+class _SiteProtocol(H11Protocol):
+    """uvicorn's HTTP protocol on a limited connection. What is no HTTP is counted, not logged line by line."""
+
+    connection: Connection
+    limits: ConnectionLimits
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.logger, self.access_log = ERRORS_ONLY, False
+
+    def send_400_response(self, msg: str) -> None:
+        self.limits.refuse(self.connection, "no HTTP")
+        self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.limits.discard(self.connection)

@@ -60,7 +60,11 @@ def encode_public_openssh(key: PublicKey) -> bytes:
 
 def key_file_fingerprint(path: Path) -> str:
     """The fingerprint of a public key, as `ssh-keygen -l` prints it."""
-    line = encode_public_openssh(read_public_key(path))
+    return key_fingerprint(encode_public_openssh(read_public_key(path)))
+
+
+def key_fingerprint(line: bytes) -> str:
+    """The fingerprint of a public key in OpenSSH's form, as `ssh-keygen -l` prints it."""
     digest = hashlib.sha256(base64.b64decode(line.split()[1])).digest()
     return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
@@ -155,7 +159,7 @@ def read_private_key(path: Path) -> PrivateKey:
 
 
 def read_public_key(path: Path) -> PublicKey:
-    return _parse_public_key(_read_bytes(path), path)
+    return parse_public_key(_read_bytes(path), path)
 
 
 def read_revoked_keys(path: Path) -> list[tuple[PublicKey, str]]:
@@ -164,12 +168,12 @@ def read_revoked_keys(path: Path) -> list[tuple[PublicKey, str]]:
     with contextlib.suppress(OSError, UnicodeError, yaml.YAMLError, KeyError, TypeError):
         for row in yaml.safe_load(path.read_text(encoding="utf-8"))["revoked"]:
             with contextlib.suppress(EngineError, KeyError, TypeError):
-                key = _parse_public_key(str(row["key"]).encode(), path)
+                key = parse_public_key(str(row["key"]).encode(), path)
                 found.append((key, f"the key of {row['site']} that was {row['why']} on {row['date']}"))
     return found
 
 
-def _parse_public_key(data: bytes, path: Path) -> PublicKey:
+def parse_public_key(data: bytes, path: Path) -> PublicKey:
     try:
         key = serialization.load_ssh_public_key(data)
     except (ValueError, UnsupportedAlgorithm):
@@ -189,6 +193,10 @@ def _read_bytes(path: Path) -> bytes:
 def check_site_files(ca: Path, key: Path, now: datetime | None = None) -> None:
     """Raise `EngineError` if a site's certificate of the authority or its key cannot be used."""
     check_authority(ca, read_certificate(ca), now or current_time())
+    if not key.exists():
+        raise EngineError(
+            f"{key} is not there yet; make it by `sh start.sh key`, and send the request to the coordinator"
+        )
     read_private_key(key)
     if not key.read_bytes().startswith(OPENSSH):
         raise EngineError(f"{key} is not in OpenSSH's form, the only one that Flower reads; {NEW}")

@@ -9,7 +9,10 @@ from pathlib import Path
 
 from polyclinic.core import EngineError, SiteId
 from polyclinic.deploy.provisioning import certificates
+from polyclinic.deploy.provisioning.manifest import check_kit
 from polyclinic.deploy.provisioning.provision import KitFolder
+
+WAITING = "no key yet; run `polyclinic provision accept` with the site's request"
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ def inspect_kits(folder: Path, now: datetime | None = None) -> Inspection:
     checks = [
         partial(_check_authorities, kits),
         partial(certificates.check_server_files, *files, kits.federation.server.host, now),
+        partial(check_kit, server),
         *(partial(_check_site, kits, site, now) for site in kits.federation.sites),
     ]
     problems = dict.fromkeys(problem for check in checks for problem in _collect_problem(check))
@@ -55,6 +59,9 @@ def inspect_kits(folder: Path, now: datetime | None = None) -> Inspection:
                     f"`polyclinic provision rotate {folder} {'--all' if name == 'authority' else 'server'}`"
                 )
     for site in kits.federation.sites:
+        if not kits.public_key(site).exists():
+            rows.append(InspectionRow(site, WAITING, ""))
+            continue
         with suppress(EngineError):
             rows.append(InspectionRow(site, certificates.key_file_fingerprint(kits.public_key(site)), ""))
     return Inspection(tuple(rows), tuple(kits.revoked), tuple(warnings), tuple(problems))
@@ -81,11 +88,15 @@ def _check_authorities(kits: KitFolder) -> None:
 def _check_site(kits: KitFolder, site: SiteId, now: datetime) -> None:
     again = f"run `polyclinic provision rotate {kits.folder} {site}`"
     folder = kits.site_folder(site)
-    certificates.check_site_files(folder / "ca.crt", folder / "site.key", now)
-    if certificates.read_private_key(folder / "site.key").public_key() != certificates.read_public_key(
-        kits.public_key(site)
-    ):
-        raise EngineError(f"the key in {folder} is not the one that the server knows; {again}")
+    if (folder / "site.key").exists():
+        certificates.check_site_files(folder / "ca.crt", folder / "site.key", now)
+        if certificates.read_private_key(folder / "site.key").public_key() != certificates.read_public_key(
+            kits.public_key(site)
+        ):
+            raise EngineError(f"the key in {folder} is not the one that the server knows; {again}")
+    check_kit(folder)
+    if not kits.public_key(site).exists():
+        return
     mark = certificates.key_file_fingerprint(kits.public_key(site))
     if mark in {row.get("fingerprint") for row in kits.revoked}:
         raise EngineError(f"the server still takes the revoked key {mark} of {site}; {again}")

@@ -7,22 +7,33 @@ import io
 import platform
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib import resources
-from importlib.metadata import distributions
 
 import yaml
 
 from polyclinic.core import SiteId, __version__
 from polyclinic.deploy.config import FederationConfig, join_host_port, site_folder_name
+from polyclinic.deploy.provisioning.certificates import PrivateKey
+from polyclinic.deploy.provisioning.manifest import sign_kit
+from polyclinic.deploy.provisioning.peer_list import PEERS
+from polyclinic.deploy.provisioning.software import FLWR, HASHED, Software, build_wheel
 
-FLWR = "1.41.0"
 SECRET, PLAIN, PROGRAM = 0o600, 0o644, 0o755
-SOURCE = "The versions come from a Python package index: PyPI, or your site's mirror of it (`PIP_INDEX_URL`)."
-CARRIED = (
-    "polyclinic itself is the `.whl` file in this folder; what it needs comes from PyPI or a mirror (`PIP_INDEX_URL`)."
+LEAST_SITES = 3
+"""Of a cohort, as a kit's policy asks; a federation of fewer sites has fewer."""
+START_SITE = """case "${1:-}" in
+    "" | -*) exec .venv/bin/polyclinic join site.yaml "$@" ;;
+esac
+name=$1
+shift
+exec .venv/bin/polyclinic site "$name" site.yaml "$@\""""
+WITH_HASHES = "Every package has a SHA-256 in `requirements.txt`, and pip installs nothing else."
+WITHOUT_HASHES = (
+    "This kit has **no hashes** of the other packages: whoever controls the index can change them. Ask the "
+    "coordinator for a kit with hashes (`polyclinic provision lock`); to install without: "
+    "`sh start.sh --install --without-hashes`."
 )
 
 
@@ -36,20 +47,20 @@ Files = Mapping[str, KitFile]
 """The files of a kit, by path."""
 
 
-@dataclass(frozen=True)
-class Wheel:
-    """The package itself, for sites that cannot install it from an index."""
-
-    name: str
-    data: bytes
-
-
 def build_site_kit(
-    federation: FederationConfig, site: SiteId, ca: bytes, key: bytes, wheel: Wheel | None = None
+    federation: FederationConfig,
+    site: SiteId,
+    ca: bytes,
+    key: bytes | None = None,
+    software: Software | None = None,
+    peers: bytes = b"{}",
 ) -> dict[str, KitFile]:
-    """A site's kit: its settings, the authority's certificate, its private key and how to start it."""
-    folder = site_folder_name(site)
-    words = _template_values(federation, wheel) | {
+    """A site's kit: its settings, the authority's certificate, the list of sites and how to start it.
+
+    `key`: the site's private key; None: the site makes its own.
+    """
+    folder, software = site_folder_name(site), software or Software(build_wheel())
+    words = _template_values(federation, software) | {
         "site": site,
         "folder": folder,
         "site_quoted": quote_yaml(site),
@@ -57,21 +68,21 @@ def build_site_kit(
         "place": f"/opt/polyclinic/{folder}",
         "purpose": "joins the federation",
         "key": "site.key",
-        "command": "join site.yaml",
+        "other_commands": "NAME ARGUMENTS …    `polyclinic site NAME site.yaml …`, such as key, approve or log",
+        "start": START_SITE,
+        "container_command": '["join", "site.yaml"]',
         "service_command": "join site.yaml",
+        "service_folders": "state",
+        "capability": "",
     }
     return {
         "site.yaml": _render_text("site.yaml", words),
         "ca.crt": KitFile(ca),
-        "site.key": KitFile(key, SECRET),
-        "start.sh": _render_text("start.sh", words, PROGRAM),
+        PEERS: KitFile(peers),
+        **({} if key is None else {"site.key": KitFile(key, SECRET)}),
         "polyclinic-site.service": _render_text("polyclinic.service", words),
-        "Dockerfile": _render_text("Dockerfile.txt", words),
-        ".dockerignore": _join_lines(
-            ["*", "!requirements.txt", "!constraints.txt", *([f"!{wheel.name}"] if wheel else [])]
-        ),
         "README.md": _render_text("README-site.md", words),
-        **_pinned_versions(wheel),
+        **_program_files(words, software),
     }
 
 
@@ -81,29 +92,54 @@ def build_server_kit(
     certificate: bytes,
     key: bytes,
     sites: Mapping[SiteId, bytes],
-    wheel: Wheel | None,
+    software: Software | None = None,
+    peers: bytes = b"{}",
 ) -> dict[str, KitFile]:
-    """The server's kit; `sites`: the public key of each site in OpenSSH's format."""
-    words = _template_values(federation, wheel) | {
+    """The server's kit; `sites`: the public key in OpenSSH's format of each site that has one."""
+    software = software or Software(build_wheel())
+    words = _template_values(federation, software) | {
+        "folder": "server",
         "role": "server",
         "place": "/opt/polyclinic/server",
         "purpose": "serves the federation",
         "key": "server.key",
-        "command": "serve server.yaml",
-        "service_command": "serve server.yaml recipe.yaml --out run",
+        "other_commands": "RECIPE --out FOLDER    plays a recipe between the sites (`polyclinic serve`)",
+        "start": 'exec .venv/bin/polyclinic serve server.yaml "$@"',
+        "container_command": '["serve", "server.yaml", "recipes", "--out", "runs"]',
+        "service_command": "serve server.yaml recipes --out runs",
+        "service_folders": "state recipes",
+        "capability": "CAP_NET_BIND_SERVICE",
     }
     return {
-        "server.yaml": render_server_yaml(federation),
+        "server.yaml": render_server_yaml(federation, sites),
         "ca.crt": KitFile(ca),
         "server.crt": KitFile(certificate),
         "server.key": KitFile(key, SECRET),
         "revoked.yaml": render_revoked_yaml([]),
-        "start.sh": _render_text("start.sh", words, PROGRAM),
+        PEERS: KitFile(peers),
         "polyclinic-server.service": _render_text("polyclinic.service", words),
         "README.md": _render_text("README-server.md", words),
         **{public_key_path(site): KitFile(line) for site, line in sites.items()},
-        **_pinned_versions(wheel),
+        **_program_files(words, software),
     }
+
+
+def _program_files(words: Mapping[str, str], software: Software) -> dict[str, KitFile]:
+    """What installs and starts: the same for server and sites but for the words."""
+    installed = software.files()
+    return {
+        "start.sh": _render_text("start.sh", words, PROGRAM),
+        "Dockerfile": _render_text("Dockerfile.txt", words),
+        "compose.yaml": _render_text(f"compose-{words['role']}.yaml", words),
+        ".dockerignore": _join_lines(["*", *(f"!{name}" for name in sorted(installed))]),
+        **{name: KitFile(data) for name, data in installed.items()},
+    }
+
+
+def sign_files(files: Files, authority_key: PrivateKey) -> dict[str, KitFile]:
+    """The files of a kit with its manifest and signature."""
+    signed = sign_kit({name: file.data for name, file in files.items()}, authority_key)
+    return {**files, **{name: KitFile(data) for name, data in signed.items()}}
 
 
 def public_key_path(site: SiteId) -> str:
@@ -114,12 +150,17 @@ def render_federation_yaml(federation: FederationConfig) -> KitFile:
     return _render_yaml(federation.model_dump(mode="json"))
 
 
-def render_server_yaml(federation: FederationConfig, former: Mapping[str, object] | None = None) -> KitFile:
-    """server.yaml; `former`: the settings of an earlier one, of which only the sites are replaced."""
+def render_server_yaml(
+    federation: FederationConfig, registered: Collection[SiteId], former: Mapping[str, object] | None = None
+) -> KitFile:
+    """server.yaml with the sites whose keys are `registered`.
+
+    `former`: the settings of an earlier one, of which only the sites are replaced.
+    """
     server = federation.server
     settings = {"federation": federation.federation, "host": server.host, "port": server.port}
     files = {"certificate": "server.crt", "key": "server.key", "ca": "ca.crt", "folder": "state"}
-    keys = {site: public_key_path(site) for site in federation.sites}
+    keys = {site: public_key_path(site) for site in federation.sites if site in registered}
     return _render_yaml({**(former or {**settings, **files, "sites": {}, "insecure": False}), "sites": keys})
 
 
@@ -145,7 +186,7 @@ def quote_yaml(text: str) -> str:
     return yaml.safe_dump(text, allow_unicode=True, width=10**6).removesuffix("...\n").strip()
 
 
-def _template_values(federation: FederationConfig, wheel: Wheel | None) -> dict[str, str]:
+def _template_values(federation: FederationConfig, software: Software) -> dict[str, str]:
     server = federation.server
     address = join_host_port(server.host, server.port)
     return {
@@ -155,11 +196,14 @@ def _template_values(federation: FederationConfig, wheel: Wheel | None) -> dict[
         "server_quoted": quote_yaml(address),
         "host": server.host,
         "port": str(server.port),
+        "least_sites": str(min(LEAST_SITES, len(federation.sites))),
         "version": __version__,
         "flwr": FLWR,
         "python": platform.python_version(),
-        "wheel": f"{wheel.name} " if wheel else "",
-        "source": CARRIED if wheel else SOURCE,
+        "installed": " ".join(sorted(software.files())),
+        "hashes": "--require-hashes " if software.packages else "",
+        "hashed": HASHED,
+        "source": WITH_HASHES if software.packages else WITHOUT_HASHES,
     }
 
 
@@ -175,22 +219,3 @@ def _render_yaml(values: object) -> KitFile:
 
 def _join_lines(lines: list[str]) -> KitFile:
     return KitFile("".join(f"{line}\n" for line in lines).encode())
-
-
-def _pinned_versions(wheel: Wheel | None) -> dict[str, KitFile]:
-    """requirements.txt and constraints.txt: the versions that are installed here."""
-    ours = f"./{wheel.name}[flower]" if wheel else f"polyclinic[flower]=={__version__}"
-    return {
-        "requirements.txt": _join_lines([ours, f"flwr=={FLWR}"]),
-        "constraints.txt": _join_lines(
-            ["# What was installed where this kit was made; pip takes from here what it needs.", *_installed_versions()]
-        ),
-        **({wheel.name: KitFile(wheel.data)} if wheel else {}),
-    }
-
-
-@cache
-def _installed_versions() -> list[str]:
-    """Versions without build names such as `+cu128`, which the site's own machine decides."""
-    found = {re.sub(r"[-_.]+", "-", package.name).lower(): package.version.split("+")[0] for package in distributions()}
-    return [f"{name}=={found[name]}" for name in sorted(found.keys() - {"polyclinic", "pip", "flwr"})]

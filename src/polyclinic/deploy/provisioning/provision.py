@@ -12,91 +12,103 @@ repairs them.
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 import yaml
 
-from polyclinic.core import DataError, EngineError, RecipeError, SiteId, StoreError, __version__
+from polyclinic.core import DataError, EngineError, RecipeError, SiteId, StoreError
 from polyclinic.deploy.config import FederationConfig, site_folder_name
 from polyclinic.deploy.provisioning import certificates
 from polyclinic.deploy.provisioning.kit import (
     SECRET,
     Files,
     KitFile,
-    Wheel,
     build_server_kit,
     build_site_kit,
     public_key_path,
     render_federation_yaml,
     render_revoked_yaml,
     render_server_yaml,
+    sign_files,
     zip_files,
 )
-from polyclinic.storage.files import explain_os_errors, lock_folder, make_folder, write_atomically
+from polyclinic.deploy.provisioning.manifest import DELIVERED, MANIFEST, SIGNATURE, sign_kit
+from polyclinic.deploy.provisioning.peer_list import PEERS, PeerList, encode_peers
+from polyclinic.deploy.provisioning.requests import KeyRequest
+from polyclinic.deploy.provisioning.software import HASHED, Software, build_wheel, read_requirements, read_wheel
+from polyclinic.storage.files import erase_file, explain_os_errors, lock_folder, make_folder, write_atomically
 
 OTHER = "make room or choose another folder, then try again"
 
 
-def read_wheel(path: Path) -> Wheel:
-    if not re.fullmatch(rf"polyclinic-{re.escape(__version__)}-[\w.]+-[\w.]+-[\w.]+\.whl", path.name):
-        raise RecipeError(
-            f"{path.name} is not a wheel of polyclinic {__version__}, which runs here; build one with "
-            "`pip wheel . --no-deps`"
-        )
-    with explain_os_errors(path, "read", "give the path of a wheel"):
-        return Wheel(path.name, path.read_bytes())
-
-
 def provision_federation(
-    federation: FederationConfig, out: Path, wheel: Wheel | None = None, now: datetime | None = None
+    federation: FederationConfig,
+    out: Path,
+    software: Software | None = None,
+    now: datetime | None = None,
+    site_keys: bool = True,
 ) -> None:
     """Create all keys, certificates and kits in the new folder `out`.
 
     Args:
         federation: federation.yaml.
         out: The folder of the kits; it must not exist or be empty.
-        wheel: Is put into every kit, for sites without access to a package index.
+        software: What the kits install; None: a wheel of this polyclinic, without hashes of other packages.
         now: The start of validity of the certificates.
+        site_keys: Whether sites' private keys are made here, for rehearsals; else each site makes its own.
     """
     if not federation.sites:
         raise RecipeError("a federation needs sites; add their names to federation.yaml: sites: [harbour, hill]")
     _check_vacant(out)
-    now = now or certificates.current_time()
+    now, software = now or certificates.current_time(), software or Software(build_wheel())
     ca_key, server_key = certificates.generate_key(), certificates.generate_key()
     ca = certificates.create_authority(federation.federation, ca_key, now)
     shown = certificates.create_server_certificate(
         federation.server.host, server_key.public_key(), (ca, ca_key), now, federation.days
     )
     authority = certificates.encode_certificate(ca)
-    keys = {site: certificates.generate_key() for site in federation.sites}
+    keys = {site: certificates.generate_key() for site in federation.sites if site_keys}
+    public = {site: certificates.encode_public_openssh(key.public_key()) for site, key in keys.items()}
+    peers = encode_peers(list_peers(federation.federation, 1, public), ca_key)
     server = build_server_kit(
         federation,
         authority,
         certificates.encode_certificate(shown),
         certificates.encode_private_key(server_key),
-        {site: certificates.encode_public_openssh(key.public_key()) for site, key in keys.items()},
-        wheel,
+        public,
+        software,
+        peers,
     )
     files = {
         "federation.yaml": render_federation_yaml(federation),
         "ca/ca.crt": KitFile(authority),
         "ca/ca.key": KitFile(certificates.encode_private_key(ca_key), SECRET),
-        **{f"server/{name}": file for name, file in server.items()},
+        **{f"server/{name}": file for name, file in sign_files(server, ca_key).items()},
     }
-    for site, key in keys.items():
-        files |= _site_files(
-            site, build_site_kit(federation, site, authority, certificates.encode_private_key(key, openssh=True), wheel)
-        )
+    for site in federation.sites:
+        own = certificates.encode_private_key(keys[site], openssh=True) if site in keys else None
+        kit = build_site_kit(federation, site, authority, own, software, peers)
+        files |= _site_files(site, sign_files(kit, ca_key))
     with _atomic_folder(out) as folder:
         for name, file in files.items():
             _write_file(folder / name, file)
+
+
+def list_peers(federation: str, version: int, public: Mapping[SiteId, bytes]) -> PeerList:
+    """The list of sites with their public keys in OpenSSH's form; one whose key is damaged is left out."""
+    found: dict[SiteId, str] = {}
+    for site, line in public.items():
+        with suppress(ValueError, EngineError):
+            certificates.parse_public_key(line, Path(public_key_path(site)))
+            found[site] = line.decode().strip()
+    return PeerList(federation, version, found)
 
 
 def _check_vacant(out: Path) -> None:
@@ -162,6 +174,31 @@ class KitFolder:
         return self.folder / "server" / public_key_path(site)
 
     @property
+    def registered(self) -> dict[SiteId, bytes]:
+        """The public key of each site that has one, in OpenSSH's form."""
+        paths = {site: self.public_key(site) for site in self.federation.sites}
+        return {site: path.read_bytes() for site, path in paths.items() if path.exists()}
+
+    @property
+    def software(self) -> Software:
+        """What the kits install, read back from the server's kit."""
+        wheels = [read_wheel(path) for path in (self.folder / "server").glob("polyclinic-*.whl")]
+        requirements = self.folder / "server" / "requirements.txt"
+        hashed = requirements.is_file() and HASHED in requirements.read_text(encoding="utf-8")
+        return Software(wheels[0] if wheels else build_wheel(), read_requirements(requirements) if hashed else "")
+
+    def read_authority(self, now: datetime) -> certificates.Signer:
+        """The authority's certificate and private key; raises `EngineError` if they cannot sign now."""
+        path, key_path = self.folder / "ca" / "ca.crt", self.folder / "ca" / "ca.key"
+        if not key_path.exists():
+            raise EngineError(f"{key_path} is not there; put it back for as long as this takes, or rotate --all")
+        ca, key = certificates.read_certificate(path), certificates.read_private_key(key_path)
+        certificates.check_authority(path, ca, now)
+        if ca.public_key() != key.public_key():
+            raise EngineError(f"ca.key is not the key of {path}; put the right one back, or rotate --all")
+        return ca, key
+
+    @property
     def revoked(self) -> list[dict[str, str]]:
         path = self.folder / "server" / "revoked.yaml"
         with explain_os_errors(path, "read", "put it back"):
@@ -179,28 +216,73 @@ class KitFolder:
 
 
 def rotate_site(folder: Path, site: SiteId, now: datetime | None = None) -> None:
-    """Give a site a new key pair and revoke its old public key."""
+    """Give a site whose key was made here a new key pair, and revoke its old public key."""
     with lock_kits(folder) as kits:
         kits.check_known(site)
-        _renew_site_key(kits, site, now or certificates.current_time())
+        now = now or certificates.current_time()
+        _, signer = kits.read_authority(now)
+        if not (kits.site_folder(site) / "site.key").exists():
+            raise DataError(
+                f"the key of {site} was made at the site; have it run `sh start.sh key --new`, and give the request "
+                f"that it sends to `polyclinic provision accept {folder} REQUEST`"
+            )
+        _renew_site_key(kits, site, now)
+        _sign_kits(kits, signer)
+
+
+def accept_requests(folder: Path, requests: Sequence[KeyRequest], now: datetime | None = None) -> None:
+    """Register the keys that sites have made; a site's former key is revoked."""
+    with lock_kits(folder) as kits:
+        now = now or certificates.current_time()
+        _, signer = kits.read_authority(now)
+        for request in requests:
+            check_request(kits, request)
+        for request in requests:
+            if kits.registered.get(request.site) != request.key:
+                _list_revoked(kits, request.site, "rotated", now)
+                _write_file(kits.public_key(request.site), KitFile(request.key))
+                _erase_other_key(kits.site_folder(request.site) / "site.key", request)
+        _register_sites(kits, kits.federation.sites)
+        _sign_kits(kits, signer)
+
+
+def _erase_other_key(path: Path, request: KeyRequest) -> None:
+    """Erase a private key that was made here for the site, and that its new key replaces."""
+    with suppress(EngineError):
+        own = certificates.encode_public_openssh(certificates.read_private_key(path).public_key())
+        if own != request.key:
+            erase_file(path)
+
+
+def check_request(kits: KitFolder, request: KeyRequest) -> None:
+    """Raise an error unless a request is for a site of this federation and its key is nobody else's, nor revoked."""
+    if request.federation != kits.federation.federation:
+        raise DataError(
+            f"the request of {request.site} is for the federation {request.federation!r:.100}, these are the kits of "
+            f"{kits.federation.federation!r}; ask for the right file"
+        )
+    kits.check_known(request.site)
+    if request.key.decode().strip() in {row.get("key") for row in kits.revoked}:
+        raise DataError(f"{request.site} asks for a key that was revoked; have it run `sh start.sh key --new`")
+    for site, key in kits.registered.items():
+        if site != request.site and key == request.key:
+            raise DataError(f"{request.site} asks for the key of {site}; have it run `sh start.sh key --new`")
 
 
 def rotate_server(folder: Path, now: datetime | None = None) -> None:
     """Give the server a new key and certificate from the same authority; the sites need nothing new."""
     with lock_kits(folder) as kits:
         now = now or certificates.current_time()
-        path, key_path = kits.folder / "ca" / "ca.crt", kits.folder / "ca" / "ca.key"
-        if not key_path.exists():
-            raise EngineError(f"{key_path} is not there; put it back for as long as this takes, or rotate --all")
-        ca, key = certificates.read_certificate(path), certificates.read_private_key(key_path)
-        certificates.check_authority(path, ca, now)
-        if ca.public_key() != key.public_key():
-            raise EngineError(f"ca.key is not the key of {path}; put the right one back, or rotate --all")
-        _certify_server(kits, (ca, key), now)
+        ca, signer = kits.read_authority(now)
+        _certify_server(kits, (ca, signer), now)
+        _sign_server_kit(kits, signer)
 
 
 def rotate_all(folder: Path, now: datetime | None = None) -> None:
-    """Create a new authority, certificate and keys; every site needs its new kit."""
+    """Create a new authority and server certificate, and new keys for sites whose keys were made here.
+
+    Every site needs its new kit.
+    """
     with lock_kits(folder) as kits:
         now, key = now or certificates.current_time(), certificates.generate_key()
         ca = certificates.create_authority(kits.federation.federation, key, now)
@@ -209,41 +291,41 @@ def rotate_all(folder: Path, now: datetime | None = None) -> None:
             _write_file(kits.folder / place / "ca.crt", KitFile(certificates.encode_certificate(ca)))
         _certify_server(kits, (ca, key), now)
         for site in kits.federation.sites:
-            _renew_site_key(kits, site, now)
+            if (kits.site_folder(site) / "site.key").exists():
+                _renew_site_key(kits, site, now)
+        _sign_kits(kits, key)
 
 
 def revoke_site(folder: Path, site: SiteId, now: datetime | None = None) -> None:
-    """Remove a site's key from the server, and delete the site's kit and zip."""
+    """Remove a site's key from the server and from the list of sites, and delete the site's kit and zip."""
     with lock_kits(folder) as kits:
         kits.check_known(site)
-        _list_revoked(kits, site, "revoked", now or certificates.current_time())
-        _register_sites(kits, tuple(name for name in kits.federation.sites if name != site))
+        now = now or certificates.current_time()
+        _, signer = kits.read_authority(now)
+        _list_revoked(kits, site, "revoked", now)
+        left = _register_sites(kits, tuple(name for name in kits.federation.sites if name != site))
         kits.public_key(site).unlink(missing_ok=True)
         zip_path(kits.folder, site).unlink(missing_ok=True)
         (kits.site_folder(site) / "site.key").unlink(missing_ok=True)
+        _sign_kits(left, signer)
 
 
-def add_site(folder: Path, site: SiteId) -> None:
-    """Create a kit with a new key, for a new site or one that was revoked."""
+def add_site(folder: Path, site: SiteId, site_keys: bool = True) -> None:
+    """Create a kit for a new site or one that was revoked. `site_keys`: with a private key made here."""
     with lock_kits(folder) as kits:
         if site in kits.federation.sites:
             raise DataError(f"{site} has a kit already; for a new key: polyclinic provision rotate {folder} {site}")
-        grown = kits.federation.with_site(site)
-        authority = kits.folder / "ca" / "ca.crt"
-        certificates.check_authority(authority, certificates.read_certificate(authority), certificates.current_time())
-        wheels = [read_wheel(path) for path in kits.folder.glob("server/*.whl")]
-        key = certificates.generate_key()
-        files = build_site_kit(
-            grown,
-            site,
-            authority.read_bytes(),
-            certificates.encode_private_key(key, openssh=True),
-            wheels[0] if wheels else None,
-        )
-        for name, file in _site_files(site, files).items():
-            _write_file(kits.folder / name, file)
-        _write_file(kits.public_key(site), KitFile(certificates.encode_public_openssh(key.public_key())))
-        _register_sites(kits, grown.sites)
+        _, signer = kits.read_authority(certificates.current_time())
+        grown = replace(kits, federation=kits.federation.with_site(site))
+        shutil.rmtree(grown.site_folder(site), ignore_errors=True)
+        key = certificates.generate_key() if site_keys else None
+        own = None if key is None else certificates.encode_private_key(key, openssh=True)
+        authority = (kits.folder / "ca" / "ca.crt").read_bytes()
+        for name, file in build_site_kit(grown.federation, site, authority, own, kits.software).items():
+            _write_file(grown.site_folder(site) / name, file)
+        if key is not None:
+            _write_file(grown.public_key(site), KitFile(certificates.encode_public_openssh(key.public_key())))
+        _sign_kits(_register_sites(grown, grown.federation.sites), signer)
 
 
 @contextmanager
@@ -270,14 +352,37 @@ def _renew_site_key(kits: KitFolder, site: SiteId, now: datetime) -> None:
     _write_file(
         kits.site_folder(site) / "site.key", KitFile(certificates.encode_private_key(key, openssh=True), SECRET)
     )
-    zipped = zip_files(site_folder_name(site), _read_kit_files(kits, site))
-    _write_file(zip_path(kits.folder, site), KitFile(zipped, SECRET))
+
+
+def _sign_kits(kits: KitFolder, signer: certificates.PrivateKey) -> None:
+    """Write the list of sites into all kits, with a higher number, and sign the kits anew."""
+    path = kits.folder / "server" / PEERS
+    try:
+        former = int(json.loads(path.read_bytes())["version"])
+    except (OSError, ValueError, KeyError, TypeError):
+        former = int(certificates.current_time().timestamp())  # lost: no number that was given out is higher
+    peers = encode_peers(list_peers(kits.federation.federation, former + 1, kits.registered), signer)
+    for place in (path, *(kits.site_folder(site) / PEERS for site in kits.federation.sites)):
+        _write_file(place, KitFile(peers))
+    _sign_server_kit(kits, signer)
+    for site in kits.federation.sites:
+        folder, files = kits.site_folder(site), sign_files(_read_kit_files(kits, site), signer)
+        for name in (DELIVERED, MANIFEST, SIGNATURE):
+            _write_file(folder / name, files[name])
+        _write_file(zip_path(kits.folder, site), KitFile(zip_files(folder.name, files), SECRET))
+
+
+def _sign_server_kit(kits: KitFolder, signer: certificates.PrivateKey) -> None:
+    folder = kits.folder / "server"
+    listed = build_server_kit(kits.federation, b"", b"", b"", kits.registered, kits.software)
+    files = {name: (folder / name).read_bytes() for name in listed if (folder / name).is_file()}
+    for name, data in sign_kit(files, signer).items():
+        _write_file(folder / name, KitFile(data))
 
 
 def _read_kit_files(kits: KitFolder, site: SiteId) -> dict[str, KitFile]:
     """A site's kit with its present settings, without files that a rehearsal in its folder has left."""
-    wheels = [Wheel(path.name, path.read_bytes()) for path in kits.site_folder(site).glob("polyclinic-*.whl")]
-    listed = build_site_kit(kits.federation, site, b"", b"", wheels[0] if wheels else None)
+    listed = build_site_kit(kits.federation, site, b"", b"", kits.software)
     there = {name: kits.site_folder(site) / name for name in listed}
     return {name: KitFile(path.read_bytes(), listed[name].mode) for name, path in there.items() if path.is_file()}
 
@@ -294,10 +399,12 @@ def _list_revoked(kits: KitFolder, site: SiteId, why: str, now: datetime) -> Non
     _write_file(kits.folder / "server" / "revoked.yaml", render_revoked_yaml([*rows, row]))
 
 
-def _register_sites(kits: KitFolder, sites: tuple[SiteId, ...]) -> None:
-    """Write the list of sites; the server's first, since a revoked key does harm there."""
-    federation = kits.federation.model_copy(update={"sites": sites})
+def _register_sites(kits: KitFolder, sites: tuple[SiteId, ...]) -> KitFolder:
+    """Write the list of sites, the server's first, since a revoked key does harm there. Returns the kits of `sites`."""
+    changed = replace(kits, federation=kits.federation.model_copy(update={"sites": sites}))
     path = kits.folder / "server" / "server.yaml"
     settings = yaml.safe_load(path.read_bytes()) if path.exists() else None
-    _write_file(path, render_server_yaml(federation, settings if isinstance(settings, dict) else None))
-    _write_file(kits.folder / "federation.yaml", render_federation_yaml(federation))
+    former = settings if isinstance(settings, dict) else None
+    _write_file(path, render_server_yaml(changed.federation, changed.registered, former))
+    _write_file(kits.folder / "federation.yaml", render_federation_yaml(changed.federation))
+    return changed

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, Field, field_validator
 
@@ -47,6 +47,17 @@ class SiteConfig(BaseModel):
     """The path of each data set that recipes refer to by name. No path leaves the site, and none is accepted."""
     allow: Allow = Allow()
     budget: Budget | None = None
+    retry: float = Field(300.0, ge=1, le=3600)
+    """The longest pause in seconds between two tries to connect while somebody has to mend something."""
+    cache_gigabytes: float = Field(20.0, gt=0)
+    """How much disk prepared images may take; the sets that were not used for longest are removed beyond it."""
+    log: Literal["text", "json"] = "text"
+    """The form of terminal and log: lines to read, or one JSON object an event."""
+    notify: tuple[str, ...] = Field(default=(), strict=False)
+    """A command that is run with an event and a sentence when people are needed."""
+    peers: tuple[str, ...] = ()
+    """Fingerprints of other sites' keys that people here have compared: only these sites count. (): all that the
+    federation's authority names."""
     device: str | None = None
     """Where to compute; None: where the recipe says, if that device is available here, else on the CPU."""
 
@@ -84,7 +95,9 @@ class SiteConfig(BaseModel):
 
 def config_warnings(config: SiteConfig) -> Iterator[str]:
     """Settings that are probably mistakes but harmless: an unknown kind never leaves, missing images are not found."""
-    kinds = {METRICS, PREDICTIONS, *(exchange.kind for made in ALGORITHMS.values() for exchange in made().exchanges())}
+    kinds = {METRICS, PREDICTIONS}
+    for algorithm in ALGORITHMS.values():
+        kinds |= {*(exchange.kind for exchange in algorithm().exchanges()), *algorithm.scalars}
     for kind in config.allow.kinds:
         if kind not in kinds:
             yield (

@@ -14,6 +14,7 @@ from polyclinic.config.recipe import Recipe
 from polyclinic.core import DataError, Refused, SiteId, Stream
 from polyclinic.data import DATASETS, NAMED_DATASETS
 from polyclinic.data.datasets.user_data import MultiOptions, UserDataOptions
+from polyclinic.data.loading.cache import trim_cache
 from polyclinic.data.loading.image_options import ImageOptions
 from polyclinic.data.loading.loader import apply_task, load_collection
 from polyclinic.data.partitioning.dry_run import check_missing_fields
@@ -27,7 +28,16 @@ from polyclinic.storage.files import explain_os_errors
 
 
 def load_own_site(recipe: Recipe, config: SiteConfig, classes: Sequence[str] | None = None) -> FederatedDataset:
-    """Load the dataset of this site alone. `classes`: the run's, where the site's labels would give others."""
+    """Load the dataset of this site alone, and keep the cache of prepared images within the site's bound.
+
+    `classes`: the run's, where the site's labels would give others.
+    """
+    found = _load_own_dataset(recipe, config, classes)
+    trim_cache(int(config.cache_gigabytes * 1e9))
+    return found
+
+
+def _load_own_dataset(recipe: Recipe, config: SiteConfig, classes: Sequence[str] | None) -> FederatedDataset:
     spec, given = DATASETS[recipe.data.name], recipe.data.options
     if issubclass(spec.options, UserDataOptions):
         path = registered_path(str(given.get("path")), config)

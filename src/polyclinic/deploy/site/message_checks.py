@@ -12,7 +12,7 @@ from functools import lru_cache
 import yaml
 
 from polyclinic.config.recipe import Recipe
-from polyclinic.core import RecipeError, Refused, SiteId, __version__
+from polyclinic.core import PROTOCOL, RecipeError, Refused, SiteId, __version__
 from polyclinic.data.splits import PARTS
 from polyclinic.deploy.site.participation import RunTerms
 from polyclinic.federation.site_runner import ORDER
@@ -21,6 +21,7 @@ from polyclinic.storage import messages
 
 MAX_RECIPE_LENGTH, MAX_DEPTH = 1 << 16, 24
 """The most characters of a recipe, and how deep its keys may be nested."""
+MOST_SITES = 10_000
 RUN = re.compile(r"[0-9A-Za-z_-]{1,64}")
 """A run's identifier becomes the name of a folder."""
 
@@ -40,10 +41,16 @@ def read_run_id(fields: Mapping[str, object]) -> str:
 
 
 def read_recipe(fields: Mapping[str, object], site: SiteId) -> Recipe:
-    """The recipe in a message; raises `Refused` unless the server runs this site's version of polyclinic."""
-    if (theirs := _read_text(fields, "version", 40)) != __version__:
+    """The recipe in a message; raises `Refused` unless the server speaks this site's protocol.
+
+    A server of another version may write a recipe, if it means the same here.
+    """
+    version = _read_text(fields, "version", 40)
+    if (theirs := fields.get("protocol")) != PROTOCOL:
         raise Refused(
-            "version", f"the server runs polyclinic {theirs!r}, {site} {__version__!r}; install the same on both"
+            "version",
+            f"the server speaks protocol {messages.format_untrusted(theirs)} (polyclinic {version!r}), {site} "
+            f"{PROTOCOL} (polyclinic {__version__!r}); install the same on both",
         )
     recipe = _parse_recipe(_read_text(fields, "recipe", MAX_RECIPE_LENGTH))
     if fields.get("seed") != recipe.seed:
@@ -60,11 +67,21 @@ def _parse_recipe(text: str) -> Recipe:
         values = yaml.safe_load(text)
         if not isinstance(values, dict):
             raise Refused("recipe", "the recipe holds no keys")
-        return Recipe.from_values(values)
+        recipe = Recipe.from_values(values)
+        if not _is_within(values, yaml.safe_load(recipe.to_yaml())):
+            raise Refused("recipe", "the recipe is read otherwise here than written; install the server's version")
+        return recipe
     except (yaml.YAMLError, ValueError, RecursionError):
         raise Refused("recipe", "the recipe cannot be read as YAML") from None
     except RecipeError as error:  # all it can quote is what the server wrote
         raise Refused("recipe", str(error)) from None
+
+
+def _is_within(written: object, read: object) -> bool:
+    """Whether everything that the server wrote was read as written; what it did not know of has its default here."""
+    if isinstance(written, dict) and isinstance(read, dict):
+        return all(key in read and _is_within(value, read[key]) for key, value in written.items())
+    return written == read
 
 
 def _check_yaml_size(text: str) -> None:
@@ -85,7 +102,12 @@ def read_terms(fields: Mapping[str, object], site: SiteId) -> RunTerms:
     plan = fields.get("plan")
     if (plan is None) != (recipe.privacy is None):
         raise Refused("privacy", "a privacy plan and a recipe with `privacy` come together, or neither does")
-    terms = RunTerms(read_run_id(fields), recipe, tuple(classes), channels, size)
+    sites = fields.get("sites")
+    if not isinstance(sites, list) or not all(isinstance(name, str) and 0 < len(name) <= 200 for name in sites):
+        raise Refused("json", "sites are not a list of names")
+    if len(sites) > MOST_SITES:
+        raise Refused("json", f"{len(sites)} sites are named, where {MOST_SITES} may be")
+    terms = RunTerms(read_run_id(fields), recipe, tuple(classes), channels, size, tuple(sites))
     if plan is None:
         return terms
     if not isinstance(plan, dict):
@@ -108,15 +130,19 @@ def check_round_fields(fields: Mapping[str, object], recipe: Recipe, site: SiteI
     if missing := ORDER - fields.keys():
         raise Refused("json", f"the message to {site} lacks {', '.join(sorted(missing))}")
     _read_int(fields, "rounds", recipe.rounds, recipe.rounds)
-    _read_int(fields, "round", 1, recipe.rounds + (fields["purpose"] == "evaluate"))
+    round = _read_int(fields, "round", 1, recipe.rounds + (fields["purpose"] == "evaluate"))
     _read_int(fields, "seed", recipe.seed, recipe.seed)
     _read_int(fields, "oldest_snapshot", 0, 1 << 53)
     _read_number(fields, "lr")
+    _read_int(fields, "memory_round", 0, recipe.rounds)
     parts = fields["parts"]
     if not isinstance(parts, list) or not all(part in PARTS for part in parts) or len(set(parts)) < len(parts):
         raise Refused("json", "parts are not among train, validation and test, each once")
     if fields["purpose"] == "train" and not set(parts) <= {"validation"}:
         raise Refused("json", "rounds report on validation images only")
+    every = recipe.evaluate.every
+    if fields["purpose"] == "train" and parts and (not every or (round - 1) % every):
+        raise Refused("json", f"the recipe has no metrics in round {round} (evaluate.every: {every})")
 
 
 def _read_text(fields: Mapping[str, object], name: str, most: int) -> str:

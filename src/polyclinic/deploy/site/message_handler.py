@@ -7,6 +7,7 @@ or data of a patient. `policy.py` decides what may leave.
 
 import contextlib
 import hashlib
+import json
 import logging
 import shutil
 import traceback
@@ -14,8 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from polyclinic.algorithms.base import Algorithm
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import DataError, PolyclinicError, Refused, StoreError, __version__, failpoint
+from polyclinic.deploy.cohort import (
+    FIELD,
+    FIELDS,
+    SiteCohort,
+    Statement,
+    hash_shared_kinds,
+    hash_terms,
+)
 from polyclinic.deploy.site.config import SiteConfig, with_remedy
 from polyclinic.deploy.site.images import build_site_profile, load_own_site
 from polyclinic.deploy.site.keys import SiteKeys, erase_run_key
@@ -26,18 +36,27 @@ from polyclinic.deploy.site.message_checks import (
     read_run_id,
     read_terms,
 )
+from polyclinic.deploy.site.orders import Order, OrderBook, RunHistory, RunRules
 from polyclinic.deploy.site.participation import Participation, ReleasePreview, RunTerms
-from polyclinic.deploy.site.policy import check_recipe, recipe_digest
+from polyclinic.deploy.site.peers import load_peers
+from polyclinic.deploy.site.policy import check_approved, check_recipe, read_approvals, recipe_digest
 from polyclinic.deploy.site.release_log import FAILED, LOG, REFUSED, ReleaseLog, RotatingLog, timestamp
+from polyclinic.deploy.site.scores import KeptScores, describe_scores, keep_scores
+from polyclinic.federation.secure_aggregation.agreements import Agreements
+from polyclinic.federation.secure_aggregation.cohort import MASKS, PHASES
+from polyclinic.runs.masking import SiteIdentity
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.storage import messages
 from polyclinic.storage.files import explain_os_errors, lock_folder, make_folder, write_atomically
+from polyclinic.storage.signatures import Keyring
 from polyclinic.storage.site_memory import DiskMemory, RamMemory
 
 CARD = "card"
 """The kind of a site's description of its images. No policy withholds it: without it there is no run."""
 MOST_RUNS = 8
 """The most runs whose data a site keeps, so that a server that never ends one cannot fill the disk."""
+MAX_MESSAGE, MAX_IDLE_MESSAGE = 4 << 30, 16 << 20
+"""Bytes of a message from the server: at most, and while there is no run."""
 DIGEST = 64
 log = logging.getLogger(__name__)
 
@@ -47,13 +66,24 @@ class SiteMessageHandler:
 
     `report` is called with a sentence about every request, refusal and failure."""
 
-    def __init__(self, config: SiteConfig, report: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self, config: SiteConfig, report: Callable[[str], None] = lambda _: None, keyring: Keyring | None = None
+    ) -> None:
+        """`keyring`: this site's private key and the public keys of all sites; None: those of its kit."""
         self.config, self.site, self.report = config, config.site, report
         self.is_idle = True
         """Whether the site takes part in no run at the moment."""
+        self.begun_runs = self.ended_runs = 0
+        """How often this process has taken part in a run, and has heard that one is over."""
         self.keys = SiteKeys(config.folder)
+        self.peers = load_peers(config, self._write_log)
+        """The other sites' keys and this site's own; None without the files of a kit, as in a rehearsal."""
+        self.keyring: Keyring | None = keyring or self.peers
         self.releases = ReleaseLog(config.folder)
         self.site_log = RotatingLog(config.folder / LOG)
+        self.history = RunHistory(config.folder)
+        self._attended: set[str] = set()
+        """The runs, and recipes enrolled for, since whose last message the site has been connected all the time."""
         self._open: Participation | None = None
         self._images: tuple[str, tuple[str, ...] | None, FederatedDataset] | None = None
         make_folder(config.folder, 0o700)
@@ -80,15 +110,28 @@ class SiteMessageHandler:
                 run, "error", f"{self.site} met a mistake in its own program; its log has the details"
             )
 
+    def largest_message(self) -> int:
+        """The most bytes of a message that this site takes now: few without a run, during one what its recipe needs.
+
+        After a restart it is not known which run goes on, so the first message may have MAX_MESSAGE bytes."""
+        if self._open is not None:
+            return self._open.largest_message
+        return MAX_MESSAGE if any(self.config.folder.glob("runs/*/begin.pcl")) else MAX_IDLE_MESSAGE
+
+    def note_absence(self) -> None:
+        """Remember that rounds may have passed without this site: it was not connected, or slower than others."""
+        self._attended.clear()
+
     def preview_releases(self, recipe: Recipe) -> list[ReleasePreview]:
-        """List what would leave this site if the recipe ran, kind by kind; raises what a run would raise."""
-        check_recipe(recipe, self.site, self.config.allow, self.config.budget)
+        """List what would leave this site if the recipe were approved and ran; raises what a run would raise."""
+        check_recipe(recipe, self.site, self.config.allow, self.config.budget, approved=None)
         return self._rehearse_run(recipe, self._load_images(recipe)).preview_releases()
 
     def _rehearse_run(self, recipe: Recipe, own: FederatedDataset) -> Participation:
         """Take part in a run of this site alone, without training; raises `Refused` if the budget cannot pay for it."""
         terms = RunTerms("preview", recipe, own.classes, own.channels, own.size)
         part = Participation(self.config, terms, own, RamMemory(), lambda: 0)  # which draws no noise
+        part.check_terms()
         if part.account is not None:
             part.account.check_whole_run()
         return part
@@ -98,6 +141,7 @@ class SiteMessageHandler:
             "enrol": self._handle_enrol,
             "begin": self._handle_begin,
             "train": self._handle_round,
+            **dict.fromkeys(PHASES, self._handle_masks),
             "evaluate": self._handle_round,
             "end": self._handle_end,
         }
@@ -105,30 +149,40 @@ class SiteMessageHandler:
         if purpose not in purposes:
             raise Refused("purpose", f"{messages.format_untrusted(purpose)} is nothing that a site does")
         reply = purposes[purpose](message, data)
+        self.begun_runs += self.is_idle and purpose in ("begin", "train", "evaluate")
         self.is_idle = purpose in ("enrol", "end")
         return reply
 
     def _handle_enrol(self, message: messages.Message, _: bytes) -> bytes:
         recipe = self._read_allowed_recipe(message.fields)
+        self._take_peers(message.fields)
         self._images = None  # the images may have changed since another run
         own = self._load_images(recipe)
         if self.config.budget is not None and not self._is_recipe_running(recipe):
             self._rehearse_run(recipe, own)
         reply = self._encode_reply(
-            "", card=build_site_profile(own, self.site, __version__, self.keys.mark_images(own.fingerprint))
+            "",
+            card=build_site_profile(own, self.site, __version__, self.keys.mark_images(own.fingerprint)),
+            least_sites=self.config.allow.least_sites,
         )
         self.releases.record_release(reply, {CARD: len(reply)}, run="", round=0, purpose="enrol", epsilon=None)
+        self.history.record_enrolment(recipe_digest(recipe))
+        self._attended.add(recipe_digest(recipe))
         self._write_log(f"enrolled for the recipe {recipe.name!r:.100} ({recipe.algorithm.name})")
         return reply
 
     def _handle_begin(self, message: messages.Message, data: bytes) -> bytes:
         """Join a run. The message is stored: after a restart the run continues under these terms, or not at all."""
         self._read_allowed_recipe(message.fields)
+        self._take_peers(message.fields)
         terms = read_terms(message.fields, self.site)
         kept = self._run_folder(terms.run) / "begin.pcl"
         if kept.exists() and self._load_terms(terms.run).digest != terms.digest:
             raise Refused("run", f"{self.site} has begun the run {terms.run} under other terms; end it first")
+        if not kept.exists():
+            self.history.check_begin(self.site, self.config.allow)
         part = self._join_run(terms)
+        part.check_terms()
         if part.account is not None:
             part.account.check_whole_run()
         if not kept.exists():
@@ -137,37 +191,116 @@ class SiteMessageHandler:
                 self._clear_run_folder(oldest.parent)
             make_folder(kept.parent, 0o700)
             write_atomically(kept.with_name("images"), self.keys.mark_images(part.setup.dataset.fingerprint).encode())
-            if terms.recipe.privacy is not None:
+            if terms.recipe.privacy is not None or part.mask is not None:
                 self.keys.begin_run(kept.parent, terms.digest)
+            self.history.record_begin()
             write_atomically(kept, data)
             failpoint("run-begun")
+            if terms.recipe_digest in self._attended or not self.history.has_enrolled(terms.recipe_digest):
+                self._attended.add(terms.run)  # else rounds may have passed since it enrolled
             self._write_log(f"began run {terms.run}: {terms.recipe.name!r:.100} ({terms.recipe.algorithm.name})")
-        return self._encode_reply(terms.run, ready=True)
+        cohort = self._cohort(terms.run)
+        signed = {} if cohort is None else cohort.sign_terms(hash_terms(message.fields))
+        return self._encode_reply(terms.run, ready=True, **signed)
 
-    def _handle_round(self, message: messages.Message, data: bytes) -> bytes:
-        """Train for a round, or predict. A repeated message gets the same bytes again, and costs nothing."""
+    def _handle_round(self, message: messages.Message, _: bytes) -> bytes:
+        """Train for a round, or predict. The last order again gets the same bytes again, and costs nothing."""
         fields, run = message.fields, read_run_id(message.fields)
         part = self._open_participation(run)
+        check_approved(part.terms.recipe_digest, self.site, self._approved_recipes())
         check_round_fields(fields, part.recipe, self.site)
-        purpose, round = str(fields["purpose"]), int(fields["round"])
-        kept, asked = self._run_folder(run) / f"last-{purpose}", hashlib.sha256(data).hexdigest()
-        former = _cached_reply(kept, asked)
+        purpose, order = str(fields["purpose"]), Order.from_message(message)
+        kept, book = self._run_folder(run) / f"last-{purpose}", self._open_book(part)
+        book.check(order, was_away=run not in self._attended)
+        asked = _reply_key(order, fields)
+        former, cohort = _cached_reply(kept, asked), self._check_cohort(run, order.round, fields)
+        is_new = former is None
         if former is None:
-            answer = part.train(message) if purpose == "train" else part.evaluate(message)
+            part.check_order(message)
+            answer = part.train(message) if purpose == "train" else self._evaluate(part, message)
         else:
             answer = messages.decode(former)
         kinds = part.check_reply(answer)
+        if cohort is not None and purpose == "train":
+            signed = _sign_order(cohort, message, part.setup.algorithm)
+            if answer.fields.get(FIELD) != signed:  # the order was repeated with statements of other sites
+                answer, former = messages.Message({**answer.fields, FIELD: signed}, answer.tensors), None
         reply = former or messages.encode(answer.fields, answer.tensors)
+        if is_new:
+            book.record(order)
+            failpoint("order-recorded")
+        self._attended.add(run)
         spent = part.account.epsilon_spent() if part.account is not None and purpose == "train" else None
-        self.releases.record_release(
-            reply, kinds, run=run, round=round, purpose=purpose, epsilon=spent, repeated=former is not None
-        )
+        self.releases.record_release(reply, kinds, run=run, round=order.round, purpose=purpose, epsilon=spent)
         if former is None:
             write_atomically(kept, asked.encode() + reply)
         return reply
 
+    def _handle_masks(self, message: messages.Message, _: bytes) -> bytes:
+        """Exchange keys and shares for masks. Nothing in the reply depends on images, and all of it can be repeated."""
+        fields, run = message.fields, read_run_id(message.fields)
+        part = self._open_participation(run)
+        check_approved(part.terms.recipe_digest, self.site, self._approved_recipes())
+        check_round_fields(fields, part.recipe, self.site)
+        answer = part.exchange_masks(message)
+        reply = messages.encode(answer.fields, answer.tensors)
+        purpose, round = str(fields["purpose"]), int(fields["round"])
+        self.releases.record_release(reply, {MASKS: len(reply)}, run=run, round=round, purpose=purpose, epsilon=None)
+        return reply
+
+    def _evaluate(self, part: Participation, message: messages.Message) -> messages.Message:
+        """Score the final models, keep the scores for the site's own people, and return what may leave of them."""
+        found, run, rounds = part.evaluate(message), read_run_id(message.fields), int(message.fields["round"]) - 1
+        kept = KeptScores(
+            run=run,
+            recipe=part.recipe.name,
+            algorithm=part.recipe.algorithm.name,
+            rounds=rounds,
+            time=timestamp(),
+            headline=found.headline,
+            scores=found.scores,
+            withheld=found.withheld,
+            predictions_sent=bool(found.tensors),
+        )
+        keep_scores(self.config.folder, kept)
+        self._write_log(describe_scores(kept))
+        fields = {"run": run, "round": message.fields["round"], "site": self.site, **found.answer}
+        return messages.Message(fields, found.tensors)
+
+    def _open_book(self, part: Participation) -> OrderBook:
+        run, allow = part.terms.run, self.config.allow
+        return OrderBook(
+            self._run_folder(run), RunRules.from_recipe(part.recipe, allow, self.site, run, part.takes_part)
+        )
+
+    def _take_peers(self, fields: Mapping[str, object]) -> None:
+        """Take a newer list of sites from the server, if it is the authority's."""
+        if self.peers is not None and "peers" in fields:
+            self.peers.take_list(fields["peers"])
+
+    def _cohort(self, run: str) -> SiteCohort | None:
+        """The statements of this run's sites; None where the other sites' keys are not known."""
+        if self.peers is None:
+            return None
+        path = self._run_folder(run) / "signed.jsonl"
+        return SiteCohort(self.config.federation, run, path, self.peers.signer, self.peers.keys)
+
+    def _check_cohort(self, run: str, round: int, fields: Mapping[str, object]) -> SiteCohort | None:
+        """Raise `Refused` unless enough sites took part in the round before, with the same weights."""
+        cohort, least = self._cohort(run), self.config.allow.least_sites
+        if cohort is not None:
+            cohort.check(round, fields.get(FIELDS, {}), least)
+        elif least > 1:
+            raise Refused(
+                "cohort",
+                f"{self.site} asks for {least} sites, but has no keys of others by which to count them; use the files "
+                "of its kit, or set allow.least_sites: 1 in its site.yaml for a rehearsal",
+            )
+        return cohort
+
     def _handle_end(self, message: messages.Message, _: bytes) -> bytes:
         run = read_run_id(message.fields)
+        self.ended_runs += (self._run_folder(run) / "begin.pcl").exists()
         if self._open is not None and self._open.terms.run == run:
             self._open = None
         self._clear_run_folder(self._run_folder(run))
@@ -176,8 +309,11 @@ class SiteMessageHandler:
 
     def _read_allowed_recipe(self, fields: Mapping[str, object]) -> Recipe:
         recipe = read_recipe(fields, self.site)
-        check_recipe(recipe, self.site, self.config.allow, self.config.budget)
+        check_recipe(recipe, self.site, self.config.allow, self.config.budget, self._approved_recipes())
         return recipe
+
+    def _approved_recipes(self) -> set[str]:
+        return {approval.digest for approval in read_approvals(self.config.folder)}
 
     def _open_participation(self, run: str) -> Participation:
         """The participation in a run: from memory, or restored from its stored terms."""
@@ -203,7 +339,8 @@ class SiteMessageHandler:
             raise StoreError(
                 f"{path} cannot be read ({error}); remove its folder and have the run begun anew"
             ) from None
-        check_recipe(terms.recipe, self.site, self.config.allow, self.config.budget)  # the policy may have changed
+        allow, approved = self.config.allow, self._approved_recipes()  # which may have changed
+        check_recipe(terms.recipe, self.site, allow, self.config.budget, approved)
         return terms
 
     def _join_run(self, terms: RunTerms) -> Participation:
@@ -214,9 +351,23 @@ class SiteMessageHandler:
         self._open = None  # the networks of one run at a time
         run = self._run_folder(terms.run)
         self._open = Participation(
-            self.config, terms, own, DiskMemory(run / "memory"), lambda: self.keys.read_run_key(run)
+            self.config,
+            terms,
+            own,
+            DiskMemory(run / "memory"),
+            lambda: self.keys.read_run_key(run),
+            self._find_identity(run),
         )
         return self._open
+
+    def _find_identity(self, run: Path) -> SiteIdentity | None:
+        """Return what this site needs to mask its updates of a run; None if it knows no keys of other sites."""
+        if self.keyring is None:
+            return None
+        signer, peers = self.keyring.signer, self.keyring.keys
+        agreements = Agreements(run / "masks.json")
+        least = self.config.allow.least_sites
+        return SiteIdentity(signer, peers, lambda: self.keys.read_run_key(run).to_bytes(32), agreements, least)
 
     def _check_images(self, own: FederatedDataset, terms: RunTerms) -> None:
         """Raise `Refused` if the images have other classes or shapes than the run, or changed since it began."""
@@ -282,6 +433,19 @@ class SiteMessageHandler:
         self.report(sentence)
         with contextlib.suppress(StoreError):
             self.site_log.append_line("\n".join(filter(None, (f"{timestamp()} {sentence}", details))))
+
+
+def _sign_order(cohort: SiteCohort, order: messages.Message, algorithm: Algorithm) -> Statement:
+    """Return this site's statement on what it received."""
+    weights, cluster = hash_shared_kinds(algorithm, order.tensors), algorithm.cluster_from_broadcast(order.tensors)
+    return cohort.sign_round(int(order.fields["round"]), cluster, weights, order.fields.get(FIELDS, {}))
+
+
+def _reply_key(order: Order, fields: Mapping[str, object]) -> str:
+    """Return a hash of all that a reply depends on: the order, and with whom an update is masked."""
+    if MASKS not in fields:
+        return order.digest
+    return hashlib.sha256(json.dumps([order.digest, fields[MASKS]], sort_keys=True).encode()).hexdigest()
 
 
 def _cached_reply(kept: Path, asked: str) -> bytes | None:

@@ -9,43 +9,57 @@ the first round, so no file that a recipe names is read here. `policy.py` decide
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
-from polyclinic.algorithms.base import WEIGHT_KINDS, Algorithm
-from polyclinic.algorithms.baselines.local import Local
-from polyclinic.algorithms.baselines.one_shot import OneShot
-from polyclinic.algorithms.wrappers.base import Wrapper
-from polyclinic.algorithms.wrappers.clustered import Clustered
+from polyclinic.algorithms.base import WEIGHT_KINDS, Algorithm, classifier_weights
+from polyclinic.algorithms.baselines.cross_site import CrossSite
+from polyclinic.algorithms.wrappers.clustered import CLUSTER_MARKER, Clustered
+from polyclinic.algorithms.wrappers.ensemble import ENSEMBLE
 from polyclinic.config.identity import predicted_parts
 from polyclinic.config.recipe import Recipe
-from polyclinic.core import Bundle, EngineError, Refused, Stream
+from polyclinic.core import STUDENT, Bundle, EngineError, Fit, Refused, SiteId, Stream, Work
+from polyclinic.data.patients import max_images_per_patient
 from polyclinic.deploy.site.config import SiteConfig
+from polyclinic.deploy.site.orders import check_first_weights, check_learning_rate, check_tensors
 from polyclinic.deploy.site.policy import (
     METRICS,
     PREDICTIONS,
+    check_images,
     check_kinds,
+    check_predicted,
     check_predictions,
+    check_scalars,
     check_sent_kinds,
+    check_sites,
     image_report_kinds,
+    images_of_job,
+    recipe_digest,
 )
 from polyclinic.deploy.site.privacy_account import PrivacyAccount
+from polyclinic.deploy.site.scores import HomeEvaluation, answer_evaluation, noised_scores
+from polyclinic.evaluation.site_scores import FinalScores
 from polyclinic.federation.engines.local import keep_freed_memory
+from polyclinic.federation.job_loop import JobLoop
+from polyclinic.federation.rounds import draw_cohort
 from polyclinic.federation.site_runner import SiteRunner, drive_jobs
+from polyclinic.federation.update_check import split_predictions
 from polyclinic.privacy.plan import PrivacyPlan
-from polyclinic.runs.assemble import RunSetup, assemble, round_options
+from polyclinic.privacy.transforms.mask import Mask
+from polyclinic.runs.assemble import RunSetup, assemble, initial_states, inner_algorithm, round_options
+from polyclinic.runs.final_evaluation import SCORES, rounded_bytes
+from polyclinic.runs.masking import SiteIdentity, mask_of
 from polyclinic.runs.networks import device_of, recipe_for_site
 from polyclinic.runs.privacy_plan import bind_plan, noise_secret
 from polyclinic.runs.privacy_record import list_releases
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.storage import messages
 from polyclinic.storage.site_memory import SiteMemory
-from polyclinic.training.network import normalisation_names
 
-FIELD_KINDS = {"report": METRICS, "scalars": "scalars"}
+FIELD_KINDS = {"report": METRICS, SCORES: METRICS, "scalars": "scalars"}
 """The kinds of data in a reply's fields. Scalars are numbers that an algorithm needs, such as its number of steps."""
 
 
@@ -58,6 +72,8 @@ class RunTerms:
     classes: tuple[str, ...]
     channels: int
     size: int
+    sites: tuple[SiteId, ...] = ()
+    """All sites of the run, in the server's order; () in a preview."""
     noise: float | None = None
     """This site's noise in the server's privacy plan; None without a plan, or in a preview: the site computes it."""
     metrics_noise: float = math.inf
@@ -67,11 +83,17 @@ class RunTerms:
     def digest(self) -> str:
         """A hash of all terms."""
         metrics_noise = None if math.isinf(self.metrics_noise) else self.metrics_noise
-        values = self.run, self.recipe.to_yaml(), self.classes, self.channels, self.size, self.noise, metrics_noise
+        shape = self.classes, self.channels, self.size
+        values = self.run, self.recipe.to_yaml(), *shape, self.sites, self.noise, metrics_noise
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+    @cached_property
+    def recipe_digest(self) -> str:
+        return recipe_digest(self.recipe)
 
 
 WITHHELD = "requested, but not allowed"
+MESSAGE_ALLOWANCE = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -98,6 +120,7 @@ class Participation:
         dataset: This site's images.
         memory: Where the site's memory of the run is kept.
         read_key: Returns the run's key, whence its noise comes; called before the first round.
+        identity: What the site needs to mask its updates, if it knows other sites' keys.
     """
 
     def __init__(
@@ -107,17 +130,33 @@ class Participation:
         dataset: FederatedDataset,
         memory: SiteMemory,
         read_key: Callable[[], int],
+        identity: SiteIdentity | None = None,
     ) -> None:
         self.config, self.terms, self.site = config, terms, config.site
         self.recipe = recipe = _choose_device(terms.recipe, config)
         torch.set_num_threads(recipe.engine.threads)
         keep_freed_memory()
         self.setup = assemble(recipe, dataset, self._make_plan, site=self.site)
-        self._memory, self._read_key = memory, read_key
+        self._memory, self._read_key, self._identity = memory, read_key, identity
 
     @cached_property
     def runner(self) -> SiteRunner:
-        return self.setup.make_runner(self.site, self._memory, self._noise_secret())
+        if self.mask is not None and self._identity is None:
+            raise Refused(
+                "masks",
+                f"{self.site} has no keys of other sites, without which it masks nothing; ask the coordinator for the "
+                "list of sites of a new kit",
+            )
+        return self.setup.make_runner(self.site, self._memory, self._noise_secret(), self._identity)
+
+    @property
+    def mask(self) -> Mask | None:
+        """The stage of the recipe that masks updates, if it has one."""
+        return mask_of(self.setup.transforms)
+
+    def exchange_masks(self, message: messages.Message) -> messages.Message:
+        """Answer a message about the masks of a round, in which nothing depends on images."""
+        return self.runner.reply(message)
 
     def _make_plan(self, draft: RunSetup) -> PrivacyPlan:
         """Return the server's plan for this site alone: with the server's noise, priced by this site's own counts."""
@@ -156,46 +195,119 @@ class Participation:
             self.config.folder, self.site, run, self.setup.plan, self.config.budget, self.recipe.cohort is not None
         )
 
+    def check_terms(self) -> None:
+        """Raise `Refused` if the run has too few sites, or too few images stand behind this site's updates."""
+        site, allow = self.site, self.config.allow
+        if self.terms.sites:
+            check_sites(self.terms.sites, site, allow)
+        training, held = self.recipe.training, len(self.setup.sites[site].train)
+        check_images(images_of_job(training, held), site, allow, held)
+
+    def takes_part(self, round: int) -> bool:
+        """Whether the recipe's public draw has this site in a round."""
+        return self.site in draw_cohort(self.terms.sites or (self.site,), round_options(self.recipe, ""), round)
+
+    def check_order(self, message: messages.Message) -> None:
+        """Raise `Refused` unless an order has the recipe's learning rate, this site's cluster, and proper tensors."""
+        fields, sent, site = message.fields, message.tensors, self.site
+        evaluating, round = fields["purpose"] == "evaluate", int(fields["round"])
+        cluster = self._read_cluster(sent)
+        if cluster and not evaluating and cluster != self.setup.networks.cluster_of(site, round):
+            raise Refused("site", f"{site} is not in cluster {cluster!r:.60} in round {round}")
+        check_learning_rate(fields["lr"], self.recipe, round, self.setup.algorithm.lr_scale(cluster), site)
+        like, optional = self.broadcast_templates[cluster], self._optional_kinds[cluster]
+        if evaluating:
+            like = {**like, **self._templates_after_last_round(cluster)}
+            optional |= like.keys() - set(WEIGHT_KINDS)
+        marker: Bundle = {CLUSTER_MARKER: {cluster: torch.ones(())}} if cluster else {}
+        check_tensors(sent, {**like, **marker}, optional if evaluating or round > 1 else frozenset(), site)
+        if round == 1 and not evaluating:
+            own = {kind: group for kind, group in sent.items() if kind != CLUSTER_MARKER}
+            check_first_weights(own, like, self._given_digest(cluster), site)
+
+    def _read_cluster(self, sent: Bundle) -> str:
+        if not isinstance(self.setup.algorithm, Clustered):
+            return ""
+        (cluster, *others) = sent.get(CLUSTER_MARKER, {}) or ("",)
+        if others or cluster not in self.broadcast_templates:
+            raise Refused("site", f"{self.site} was assigned to cluster {cluster!r:.60}, but has no model for it")
+        return cluster
+
+    def _given_digest(self, cluster: str) -> str | None:
+        """The SHA-256 of first weights that the recipe takes from elsewhere than its seed."""
+        return self.terms.recipe.trained_models[cluster].sha256
+
+    def _templates_after_last_round(self, cluster: str) -> Bundle:
+        """What comes with the order for evaluation: the final weights, and the student or all sites' models."""
+        inner, sites = self._inner_algorithm, self.terms.sites
+        like = inner.broadcast(inner.final_state(self._initial_states[cluster]), self.site)
+        found = dict(like)
+        if self.setup.networks.student is not None:
+            student = self.setup.networks.student.copy_weights()
+            found |= {f"{kind}@{STUDENT}": group for kind, group in student.items()}
+        if self.recipe.ensemble:
+            members = [(kind, *item) for kind, group in classifier_weights(like).items() for item in group.items()]
+            found[ENSEMBLE] = {f"{kind}/{site}/{name}": tensor for kind, name, tensor in members for site in sites}
+        if isinstance(inner, CrossSite):
+            found |= {f"{kind}@{site}": like.get(kind, {}) for kind in WEIGHT_KINDS for site in sites}
+        return found
+
     def train(self, message: messages.Message) -> messages.Message:
         """Train for a round, after charging it to the site's ledger. The caller then calls `check_reply`."""
         if message.fields["parts"]:
             check_kinds((METRICS,), self.site, self.config.allow)
         self.runner.check_order(message)
-        self._check_complete(message)
         site_round = self.runner.begin_round(message)
         if self.account is not None:
             assert site_round.site.secret is not None
             charge = self.account.round_releases(len(site_round.report))
             self.account.charge_round(site_round.site.round, f"{site_round.site.secret.integer():016x}", charge)
         update, memory = drive_jobs(
-            self.runner.start_local(site_round), lambda job, number: self.runner.run_job(job, site_round, number)
+            self._check_jobs(self.runner.start_local(site_round)),
+            lambda job, number: self.runner.run_job(job, site_round, number),
         )
         return self.runner.finish_round(site_round, update, memory)
 
-    def evaluate(self, message: messages.Message) -> messages.Message:
-        check_predictions(self.site, self.config.allow, self.config.budget)
-        if "train" in message.fields["parts"] and "train" not in predicted_parts(self.recipe):
-            why = "are protected by a plan" if self.setup.plan else "the recipe leaves out (evaluate.train: false)"
-            raise Refused("privacy", f"{self.site} was asked for predictions of training images, which {why}")
-        self.runner.check_order(message)
-        return self.runner.evaluate(message)
+    def _check_jobs(self, work: Work) -> Work:
+        """Return the same work, which is refused before a training job that uses too few images."""
+        jobs, held = JobLoop(work), len(self.setup.sites[self.site].train)
+        for job in jobs:
+            if isinstance(job, Fit):
+                check_images(images_of_job(job.training, held, job.full_batch), self.site, self.config.allow, held)
+            jobs.result = yield job
+        return jobs.returned
 
-    def _check_complete(self, message: messages.Message) -> None:
-        """Raise `Refused` unless a message has all weights: missing ones would keep their values of an earlier round.
-        Messages of algorithms without exchange may have none at all; then a site continues from its memory."""
-        sent = message.tensors
-        algorithm = self.setup.algorithm
-        while isinstance(algorithm, Wrapper):
-            algorithm = algorithm.inner
-        if not any(sent.get(kind) for kind in WEIGHT_KINDS) and isinstance(algorithm, Local | OneShot):
-            return
-        for kind in WEIGHT_KINDS:
-            like, found = (
-                self.broadcast_templates[self.setup.algorithm.cluster_from_broadcast(sent)].get(kind, {}),
-                sent.get(kind, {}),
-            )
-            if {n: (t.shape, t.dtype) for n, t in like.items()} != {n: (t.shape, t.dtype) for n, t in found.items()}:
-                raise Refused("shape", f"the {kind} sent to {self.site} has other names, shapes or types than its own")
+    def evaluate(self, message: messages.Message) -> HomeEvaluation:
+        """Score the final models on this site's images, and decide what of it leaves."""
+        parts = message.fields["parts"]
+        if not set(parts) <= set(predicted_parts(self.recipe)):
+            why = "are protected by a plan" if self.setup.plan else "the recipe leaves out (evaluate.train: false)"
+            raise Refused("privacy", f"{self.site} was asked for scores of training images, which {why}")
+        self.runner.check_order(message)
+        predicted = self.runner.evaluate(message).tensors.get(PREDICTIONS, {})
+        groups = split_predictions(predicted, len(self.setup.dataset.classes))
+        return answer_evaluation(
+            self.recipe,
+            self.site,
+            groups,
+            lambda: check_kinds((METRICS,), self.site, self.config.allow),
+            lambda: check_predictions(self.site, self.config.allow, self.config.budget),
+            lambda scores: self._release_noised(message, groups, scores),
+        )
+
+    def _release_noised(self, message: messages.Message, groups: Bundle, scores: FinalScores) -> FinalScores:
+        """Return noised scores of the models that rounds report on, after charging them to the test images."""
+        limits, plan = self.runner.limits, self.setup.plan
+        assert limits is not None
+        assert plan is not None
+        assert self.account is not None
+        models = tuple(model for model, parts in scores.models.items() if "test" in parts)[: plan.models]
+        secret = limits.noise_stream(message, self.runner.load_memory(message), self.runner.network.device.type)
+        tests = self.setup.sites[self.site].test
+        largest = max(max_images_per_patient(tests), plan.config.group or 1)
+        charge = self.account.final_releases(len(models), largest)
+        self.account.charge_round(int(message.fields["round"]), f"{secret.integer():016x}", charge)
+        return noised_scores(groups, models, plan.metrics_noise, secret)
 
     def check_reply(self, reply: messages.Message) -> dict[str, int]:
         """Return the kinds of a reply with their bytes.
@@ -204,8 +316,13 @@ class Participation:
         """
         sent = {kind: _count_bytes(group) for kind, group in reply.tensors.items()}
         fields = reply.fields
+        check_predicted(reply.tensors.get(PREDICTIONS, {}), self.site)
+        check_scalars(fields.get("scalars", {}), self.scalars, self.site)
         reported = {kind: len(json.dumps(fields[key])) for key, kind in FIELD_KINDS.items() if fields.get(key)}
-        asked = {METRICS: reported.get(METRICS, 0)} if "report" in fields else {PREDICTIONS: sent.get(PREDICTIONS, 0)}
+        tests, classes = len(self.setup.sites[self.site].test), len(self.setup.dataset.classes)
+        asked = {METRICS: reported.get(METRICS, 0)}
+        if "report" not in fields:
+            asked[PREDICTIONS] = rounded_bytes(tests, classes)
         metrics = {METRICS: reported[METRICS]} if METRICS in reported else {}
         check_sent_kinds({**sent, **metrics}, {**self.byte_limits, **asked}, self.site, self.config.allow)
         return {**sent, **reported}
@@ -230,31 +347,46 @@ class Participation:
         return found
 
     @cached_property
+    def largest_message(self) -> int:
+        """The most bytes of a message of this run: those of its tensors, with room for a student and for lists."""
+        return MESSAGE_ALLOWANCE + 4 * max(map(messages.body_size, self.broadcast_templates.values()), default=0)
+
+    @cached_property
     def broadcast_templates(self) -> dict[str, Bundle]:
-        """For each cluster the tensors that a new site receives; only their names and shapes are used here."""
+        """For each cluster the tensors that this site receives in round 1."""
         return {
             cluster: self._inner_algorithm.broadcast(state, self.site)
             for cluster, state in self._initial_states.items()
         }
 
     @cached_property
-    def _initial_states(self) -> dict[str, Bundle]:
-        """For each cluster the server's state as if this were its only site."""
-        return {
-            cluster: self._inner_algorithm.init(
-                replace(
-                    self.setup.federation,
-                    initial=live.copy_weights(),
-                    norms=normalisation_names(live.module),
-                    features=self.setup.networks.shapes[cluster],
-                )
-            )
-            for cluster, live in self.setup.networks.by_cluster.items()
+    def _optional_kinds(self) -> dict[str, frozenset[str]]:
+        """For each cluster the kinds that a site receives in its first round only."""
+        started: Bundle = {"started": {self.site: torch.ones(())}}
+        later = {
+            cluster: self._inner_algorithm.broadcast({**state, **started}, self.site)
+            for cluster, state in self._initial_states.items()
         }
+        return {
+            cluster: frozenset(kind for kind in like if not later[cluster].get(kind))
+            for cluster, like in self.broadcast_templates.items()
+        }
+
+    @cached_property
+    def scalars(self) -> frozenset[str]:
+        """The names of the numbers that a reply may hold."""
+        forgetting = ("forgotten", "gained", "cases") if self.recipe.evaluate.forgetting else ()
+        return frozenset((*self.recipe.build_algorithm().scalars, *forgetting))
+
+    @cached_property
+    def _initial_states(self) -> dict[str, Bundle]:
+        """For each cluster the server's state before round 1. It depends on other sites by their names only."""
+        own = self.setup.federation.sites
+        return initial_states(self.setup, {site: own.get(site, 1) for site in self.terms.sites} or own)
 
     @property
     def _inner_algorithm(self) -> Algorithm:
-        return self.setup.algorithm.inner if isinstance(self.setup.algorithm, Clustered) else self.setup.algorithm
+        return inner_algorithm(self.setup.algorithm)
 
     def preview_releases(self) -> list[ReleasePreview]:
         """List everything that would leave the site."""
@@ -278,17 +410,32 @@ class Participation:
         ]
         if image_report_kinds(self.recipe):
             rows.append(ReleasePreview(METRICS, "every evaluated round", {}, 0, words[METRICS], epsilon=cost))
+        return [*rows, *self._preview_evaluation(cost)]
+
+    def _preview_evaluation(self, cost: float | None) -> Iterator[ReleasePreview]:
+        """List what would leave after the last round: scores of the final models, and predictions if they may."""
+        tests, privacy = len(self.setup.sites[self.site].test), self.recipe.privacy
+        try:
+            check_kinds((METRICS,), self.site, self.config.allow)
+            if privacy is not None and privacy.metrics == "suppress":
+                raise Refused("privacy", "the recipe's privacy plan keeps them here (privacy.metrics: suppress)")
+            noised = privacy is not None and privacy.metrics == "count"
+            what = "accuracy and loss of test images, from noised counts" if noised else "metrics, intervals and counts"
+            why = f"{what}, computed here; the predictions stay"
+            yield ReleasePreview("final scores", "after the last round", {}, 0, why, epsilon=cost if noised else None)
+        except Refused as refusal:
+            yield ReleasePreview("final scores", WITHHELD, {}, 0, f"does not leave: {refusal}")
         try:
             check_predictions(self.site, self.config.allow, self.config.budget)
         except Refused as refusal:
-            why = f"does not leave: {refusal}"
-            return [*rows, ReleasePreview(PREDICTIONS, WITHHELD, {}, 0, why)]
-        counts = {part: len(getattr(setup.sites[self.site], part)) for part in predicted_parts(self.recipe)}
-        *most, last = (f"{count} {'training' if part == 'train' else part}" for part, count in counts.items())
-        each = 4 * len(setup.dataset.classes) + 16  # probabilities in float32, a label and a patient's number
-        why = f"of {', '.join(most)} and {last} images, each with its label; no plan protects it"
-        when, size = "after the last round, of each model", sum(counts.values()) * each
-        return [*rows, ReleasePreview(PREDICTIONS, when, {}, size, why)]
+            yield ReleasePreview(PREDICTIONS, WITHHELD, {}, 0, f"does not leave: {refusal}")
+            return
+        classes = len(self.setup.dataset.classes)
+        why = (
+            f"of {tests} test images by one model, once, in thousandths, each with its label; no plan protects it, and "
+            "the server chooses the weights that they are made with"
+        )
+        yield ReleasePreview(PREDICTIONS, "after the last round", {}, rounded_bytes(tests, classes), why)
 
 
 def _choose_device(recipe: Recipe, config: SiteConfig) -> Recipe:

@@ -1,24 +1,29 @@
-"""Decides what may leave a site: algorithms, recipes, kinds of data, privacy (`allow` and `budget` in site.yaml).
+"""Decides what may leave a site: recipes that its people approved, and `allow` and `budget` in site.yaml.
 
 `message_handler.py` calls it before the images are read (`check_recipe`), and `participation.py` before a round, before
-predictions, and on every reply (`check_sent_kinds`); `participation.py` also refuses predictions of training images and
-counts the privacy budget. A server can ask for less than the policy allows, never for more. The few scalars of an
-algorithm, such as its number of steps, leave unchecked.
+predictions, and on every reply (`check_sent_kinds`); `participation.py` also counts the privacy budget, and `orders.py`
+holds a server to the recipe. A server can ask for less than the policy allows, never for more.
 """
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+import torch
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.config.identity import identity
 from polyclinic.config.recipe import Recipe
 from polyclinic.config.recipe_rules import format_suggestion
-from polyclinic.core import Refused, SiteId
+from polyclinic.core import Part, Refused, SiteId, StoreError, Tensors, Training
+from polyclinic.models import MODELS
 from polyclinic.privacy.plan import PrivacyConfig, Unit
+from polyclinic.storage.files import make_folder, write_atomically
 
 CLOSED = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 METRICS, PREDICTIONS = "metrics", "predictions"
@@ -26,25 +31,58 @@ METRICS, PREDICTIONS = "metrics", "predictions"
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
+LEAST_IMAGES = 64
+"""Behind an update of one image stands a picture of it. 64 are two of the default batches, and fewer than nearly every
+hospital has; one with fewer decides by itself whether they are enough."""
+APPROVED = "approved.yaml"
+RELEASED_PARTS: tuple[Part, ...] = ("test",)
+"""The parts whose predictions may leave; those of training and validation images never do."""
+
+
 class Allow(BaseModel):
     """`allow` in site.yaml. An algorithm or kind that it does not name is forbidden."""
 
     model_config = CLOSED
     algorithms: Literal["all"] | tuple[str, ...] = ()
-    recipes: tuple[Sha256, ...] = ()
-    """SHA-256 of the only recipes that may run (`recipe_digest`); (): every recipe with an allowed algorithm."""
+    models: Literal["all"] | tuple[str, ...] = "all"
+    """Networks that may be trained here."""
     kinds: tuple[str, ...] = ()
-    """Kinds of data that may leave: those that algorithms send (model, buffers, features …), metrics, predictions."""
+    """Kinds of data that may leave: those that algorithms send (model, buffers, features …), their numbers (steps …),
+    metrics, predictions."""
+    least_images: int = Field(LEAST_IMAGES, ge=1)
+    """The fewest training images that every training job of a round uses."""
+    least_sites: int = Field(3, ge=1)
+    """The fewest sites, this one among them, that a run announces and that must have signed the round before; 1: this
+    site may be alone."""
+    rounds: int = Field(500, ge=1)
+    """The most rounds that a recipe may have."""
+    runs_per_day: int = Field(4, ge=1)
+    """The most runs that a server may begin within 24 hours."""
+    retries: int = Field(20, ge=0)
+    """How many training orders of a run are answered beyond one for each round, for a server that is started again."""
+    missed_rounds: int = Field(10, ge=0)
+    """How many rounds of a run the server may leave out for this site because it was not connected."""
     seeded_noise: bool = False
     """For rehearsals: noise may be drawn from the recipe's seed. Anyone who knows the seed can remove that noise."""
 
     @field_validator("algorithms")
     @classmethod
-    def _check_value(cls, value: Literal["all"] | tuple[str, ...]) -> Literal["all"] | tuple[str, ...]:
-        for name in () if value == "all" else value:
-            if name not in ALGORITHMS:
-                raise ValueError(f"there is no algorithm {name!r}{format_suggestion(name, list(ALGORITHMS))}")
-        return value
+    def _check_algorithms(cls, value: Literal["all"] | tuple[str, ...]) -> Literal["all"] | tuple[str, ...]:
+        return _check_names(value, "algorithm", list(ALGORITHMS))
+
+    @field_validator("models")
+    @classmethod
+    def _check_models(cls, value: Literal["all"] | tuple[str, ...]) -> Literal["all"] | tuple[str, ...]:
+        return _check_names(value, "model", list(MODELS))
+
+
+def _check_names(
+    value: Literal["all"] | tuple[str, ...], what: str, known: list[str]
+) -> Literal["all"] | tuple[str, ...]:
+    for name in () if value == "all" else value:
+        if name not in known:
+            raise ValueError(f"there is no {what} {name!r}{format_suggestion(name, known)}")
+    return value
 
 
 class Budget(BaseModel):
@@ -58,10 +96,72 @@ class Budget(BaseModel):
     """Whether predictions, which no plan protects, may leave all the same, if `allow.kinds` names them."""
 
 
+class Approval(BaseModel):
+    """A recipe that the site's people have approved."""
+
+    model_config = CLOSED
+    digest: Sha256
+    name: str
+    date: str
+    by: str
+
+
+def read_approvals(folder: Path) -> list[Approval]:
+    """Return the recipes that the site's people have approved; `folder`: the site's own, `folder` in site.yaml."""
+    path = folder / APPROVED
+    try:
+        rows = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else []
+        return TypeAdapter(list[Approval]).validate_python(rows or [])
+    except (OSError, ValueError, yaml.YAMLError, ValidationError):
+        raise StoreError(f"{path} cannot be read; correct it, or remove it and approve the recipes again") from None
+
+
+def write_approvals(folder: Path, approvals: list[Approval]) -> None:
+    """Replace the list of approved recipes, which a site at work reads before it answers its next message."""
+    rows: list[dict[str, Any]] = [approval.model_dump() for approval in approvals]
+    text = "# Recipes approved by `polyclinic site approve`. A recipe whose row is removed is refused from then on.\n"
+    make_folder(folder, 0o700)
+    write_atomically(
+        folder / APPROVED, (text + yaml.safe_dump(rows, sort_keys=False, allow_unicode=True)).encode(), mode=0o600
+    )
+
+
+def approve_recipe(folder: Path, recipe: Recipe, by: str, date: str) -> str:
+    """Enter a recipe into the list of approved ones, unless it is there; return its digest."""
+    digest, known = recipe_digest(recipe), read_approvals(folder)
+    if digest not in {approval.digest for approval in known}:
+        write_approvals(folder, [*known, Approval(digest=digest, name=recipe.name, date=date, by=by)])
+    return digest
+
+
+def approval_remarks(recipe: Recipe, budget: Budget | None) -> list[str]:
+    """Return what people should know before they approve a recipe, beside what it sends."""
+    found = []
+    patients = {"columns", "levels"} & recipe.data.options.keys() or (recipe.privacy and recipe.privacy.group)
+    if budget is not None and budget.unit == "patient" and patients:
+        found.append(
+            "the budget is by patient, and this recipe itself says who is a patient (data.columns, data.levels or "
+            "privacy.group); make sure that it is right"
+        )
+    if recipe.privacy is None:
+        found.append("the recipe has no privacy plan, so nothing bounds what its updates tell about single images")
+    return found
+
+
 def recipe_digest(recipe: Recipe) -> str:
-    """The SHA-256 by which site.yaml allows a recipe: of every key that affects a round, except the ledger's path."""
+    """The SHA-256 by which a site approves a recipe: of every key that affects a round, except the ledger's path."""
     bare = recipe.model_copy(update={"privacy": recipe.privacy and replace(recipe.privacy, ledger=None)})
     return hashlib.sha256(identity(bare).encode()).hexdigest()
+
+
+def check_approved(digest: str, site: SiteId, approved: Collection[str]) -> None:
+    """Raise `Refused` unless the site's people have approved the recipe with this digest."""
+    if digest not in approved:
+        raise Refused(
+            "policy",
+            f"nobody at {site} has approved this recipe, whose digest is {digest}; if it is agreed, run at the site: "
+            "polyclinic site approve site.yaml RECIPE.yaml",
+        )
 
 
 def image_report_kinds(recipe: Recipe) -> tuple[str, ...]:
@@ -70,8 +170,13 @@ def image_report_kinds(recipe: Recipe) -> tuple[str, ...]:
     return (METRICS,) if recipe.evaluate.forgetting or (recipe.evaluate.every and not silent) else ()
 
 
-def check_recipe(recipe: Recipe, site: SiteId, allow: Allow, budget: Budget | None) -> None:
-    """Raise `Refused` if the site does not allow this recipe. Its images are not read for that."""
+def check_recipe(
+    recipe: Recipe, site: SiteId, allow: Allow, budget: Budget | None, approved: Collection[str] | None
+) -> None:
+    """Raise `Refused` if the site does not allow this recipe. Its images are not read for that.
+
+    `approved`: digests of the recipes that the site's people have approved; None: not looked at, for a preview.
+    """
     name = recipe.algorithm.name
     if recipe.methods:
         raise Refused("policy", "the recipe compares several methods; send that of one method")
@@ -82,22 +187,73 @@ def check_recipe(recipe: Recipe, site: SiteId, allow: Allow, budget: Budget | No
         raise Refused(
             "policy", f"{site} does not allow the algorithm {name}; add it to allow.algorithms in the site's site.yaml"
         )
-    if allow.recipes and (digest := recipe_digest(recipe)) not in allow.recipes:
+    for model in recipe.trained_models.values():
+        if allow.models != "all" and model.name not in allow.models:
+            raise Refused(
+                "policy",
+                f"{site} does not allow the model {model.name}; add it to allow.models in the site's site.yaml",
+            )
+    _check_extent(recipe, site, allow)
+    for cluster, section in recipe.trained_models.items():
+        if section.starts_elsewhere and section.sha256 is None:
+            raise Refused("weights", unnamed_weights(f"clusters.{cluster}.model" if cluster else "model"))
+    if approved is not None:
+        check_approved(recipe_digest(recipe), site, approved)
+    sent = (*(e.kind for e in algorithm.exchanges()), *algorithm.scalars)
+    check_kinds((*sent, *image_report_kinds(recipe)), site, allow)
+    _check_privacy(recipe.privacy, site, allow, budget)
+
+
+def _check_extent(recipe: Recipe, site: SiteId, allow: Allow) -> None:
+    if recipe.rounds > allow.rounds:
         raise Refused(
             "policy",
-            f"{site} does not allow this recipe, whose digest is {digest}; add it to allow.recipes in the site's "
-            "site.yaml",
+            f"the recipe has {recipe.rounds} rounds, and {site} allows {allow.rounds}; ask for fewer, or raise "
+            "allow.rounds in the site's site.yaml",
         )
-    patients = {"columns", "levels"} & recipe.data.options.keys() or (recipe.privacy and recipe.privacy.group)
-    if budget is not None and budget.unit == "patient" and patients and recipe_digest(recipe) not in allow.recipes:
+    if recipe.cohort is not None and recipe.cohort < allow.least_sites:
+        raise Refused("policy", _too_few_sites(f"a round of this recipe has {recipe.cohort}", site, allow))
+
+
+def unnamed_weights(place: str) -> str:
+    """The sentence about first weights that a site can neither make nor recognise; `place`: their section's key."""
+    return (
+        f"{place} starts from given weights (weights or pretrain), which sites cannot make themselves; add "
+        f"{place}.sha256, which `polyclinic weights hash RECIPE` prints"
+    )
+
+
+def check_sites(sites: Collection[SiteId], site: SiteId, allow: Allow) -> None:
+    """Raise `Refused` unless a run has enough sites, this one among them."""
+    if site not in sites or len(set(sites)) < len(sites):
+        raise Refused("policy", f"the run's list of sites lacks {site}, or names a site twice")
+    if len(sites) < allow.least_sites:
+        raise Refused("policy", _too_few_sites(f"this run has {len(sites)}", site, allow))
+
+
+def _too_few_sites(found: str, site: SiteId, allow: Allow) -> str:
+    return (
+        f"{site} takes part with at least {allow.least_sites} sites, and {found}; find more, or lower "
+        "allow.least_sites in the site's site.yaml"
+    )
+
+
+def images_of_job(training: Training, held: int, full_batch: bool = False) -> int:
+    """Return how many different images a training job of a round uses at most, of `held` training images."""
+    if training.epochs is not None or full_batch:
+        return held
+    return min(held, (training.steps or 1) * training.batch_size(held))
+
+
+def check_images(images: int, site: SiteId, allow: Allow, held: int) -> None:
+    """Raise `Refused` unless enough images stand behind an update; `held`: the site's number of training images."""
+    if images < allow.least_images:
+        few = f"{site} has {held} training images" if held < allow.least_images else f"a round here uses {images}"
         raise Refused(
-            "budget",
-            f"{site} has a privacy budget by patient, and this recipe itself says who is a patient (data.columns, "
-            f"data.levels or privacy.group); if that is right, add its digest {recipe_digest(recipe)} to "
-            "allow.recipes in the site's site.yaml",
+            "policy",
+            f"{few}, and at least {allow.least_images} shall stand behind an update; raise training.steps or batch in "
+            "the recipe, or lower allow.least_images in the site's site.yaml",
         )
-    check_kinds((*(e.kind for e in algorithm.exchanges()), *image_report_kinds(recipe)), site, allow)
-    _check_privacy(recipe.privacy, site, allow, budget)
 
 
 def check_kinds(kinds: tuple[str, ...], site: SiteId, allow: Allow) -> None:
@@ -148,3 +304,26 @@ def check_sent_kinds(sent: Mapping[str, int], agreed: Mapping[str, int], site: S
             raise Refused(
                 "policy", f"{size} bytes of {kind} would have left {site}, where {agreed.get(kind, 0)} were agreed"
             )
+
+
+def check_scalars(found: object, declared: Collection[str], site: SiteId) -> None:
+    """Raise `Refused` unless a reply's numbers are those that the recipe's algorithm declares, each finite."""
+    if not isinstance(found, Mapping):
+        raise Refused("policy", f"the numbers that would have left {site} are no mapping")
+    for name, value in found.items():
+        if name not in declared or not isinstance(value, float | int) or not math.isfinite(value):
+            raise Refused(
+                "policy",
+                f"a number {name[:40]!r} would have left {site}, which the recipe's algorithm does not declare",
+            )
+
+
+def check_predicted(found: Tensors, site: SiteId) -> None:
+    """Raise `Refused` unless predictions are of test images only, and whole thousandths."""
+    for name, rows in found.items():
+        _, part, column = name.rsplit("|", 2)
+        if part not in RELEASED_PARTS:
+            raise Refused("policy", f"predictions of {part} images would have left {site}, which never leave it")
+        whole = rows.dtype == (torch.int16 if column == "thousandths" else torch.int64)
+        if column not in ("thousandths", "labels", "patients") or not whole:
+            raise Refused("policy", f"predictions that are not whole thousandths would have left {site}")

@@ -1,4 +1,4 @@
-"""Writes the logs that a site keeps for itself: `releases.jsonl`, a line for every reply, and `site.log`.
+"""Writes the logs that a site keeps for itself: `releases.jsonl`, a row for every reply, and `site.log`.
 
 `message_handler.py` writes them; `polyclinic site` reads them.
 """
@@ -6,14 +6,16 @@
 import hashlib
 import json
 import math
-import os
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from polyclinic.storage.files import append_durably, explain_os_errors
+from polyclinic.core import StoreError
+from polyclinic.storage.files import append_line, explain_os_errors
+from polyclinic.storage.ledger import Ledger, read_chain
 
 MOST = 4 << 20
 """The bytes after which a new file is begun."""
@@ -35,8 +37,7 @@ class RotatingLog:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.path.exists() and self.path.stat().st_size + len(line) >= self.most:
                 self._rotate_files()
-            start = "\n" if _is_torn(self.path) else ""
-        append_durably(self.path, f"{start}{line}\n".encode())
+        append_line(self.path, line)
 
     def _rotate_files(self) -> None:
         for number in range(self.kept - 1, 0, -1):
@@ -53,20 +54,18 @@ class RotatingLog:
         return [line for path in paths if path.exists() for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _is_torn(path: Path) -> bool:
-    """Whether the last line is incomplete because its process was killed."""
-    if not path.exists() or not path.stat().st_size:
-        return False
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() != b"\n"
-
-
 class ReleaseLog:
-    """`releases.jsonl`: one line for every reply that carries data."""
+    """`releases.jsonl`: one row for every reply that carries data, in a chain of hashes. The file only grows.
 
-    def __init__(self, folder: Path, most: int = MOST) -> None:
-        self.log = RotatingLog(folder / "releases.jsonl", most)
+    A reply that leaves again has a row when it has left 2, 4, 8 … times, so that a server that repeats one order cannot
+    fill the disk.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "releases.jsonl"
+        self._ledger: Ledger | None = None
+        self._size = 0
+        self._times: Counter[tuple[str, str]] = Counter()
 
     def record_release(
         self,
@@ -77,28 +76,50 @@ class ReleaseLog:
         round: int,
         purpose: str,
         epsilon: float | None,
-        repeated: bool = False,
     ) -> None:
         """Record a reply before it leaves. `epsilon`: of all releases of the site so far; None without a guarantee."""
-        row: dict[str, object] = {
-            "time": timestamp(),
-            "run": run,
-            "round": round,
-            "purpose": purpose,
-            "kinds": dict(kinds),
-            "bytes": len(data),
-            "epsilon": _describe_epsilon(epsilon),
-            "sha256": hashlib.sha256(data).hexdigest(),
-        }
-        self.log.append_line(json.dumps(row | ({"repeated": True} if repeated else {}), allow_nan=False))
+        ledger, digest = self._open(), hashlib.sha256(data).hexdigest()
+        times = self._times[run, digest] + 1
+        if times & (times - 1) == 0:
+            ledger.append(
+                time=timestamp(),
+                run=run,
+                round=round,
+                purpose=purpose,
+                kinds=dict(kinds),
+                bytes=len(data),
+                epsilon=_describe_epsilon(epsilon),
+                sha256=digest,
+                **({"times": times} if times > 1 else {}),
+            )
+            self._size = self.path.stat().st_size
+        self._times[run, digest] = times
+
+    def verify_chain(self) -> tuple[int, str]:
+        """Return the number of rows and the last hash; raises `StoreError` if a row was changed or is missing."""
+        return read_chain(self.path)
 
     def read_entries(self) -> list[dict[str, Any]]:
         """All complete entries: a killed process may have left an incomplete one."""
         found = []
-        for line in self.log.read_lines():
+        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []:
             with suppress(ValueError):
                 found.append(json.loads(line))
         return found
+
+    def _open(self) -> Ledger:
+        """The log as it is on the disk: read again if somebody else has written, or a write was torn."""
+        with explain_os_errors(self.path):
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            size = self.path.stat().st_size if self.path.exists() else 0
+        if self._ledger is None or size != self._size:
+            try:
+                self._ledger = Ledger(self.path)
+            except StoreError:
+                read_chain(self.path)  # says what is wrong
+                raise
+            self._times = Counter({(row["run"], row["sha256"]): row.get("times", 1) for row in self.read_entries()})
+        return self._ledger
 
 
 def last_trouble(folder: Path) -> tuple[str, str] | None:
