@@ -66,10 +66,10 @@ def test_stand_ins_have_the_sizes_and_the_largest_patients_of_the_profiles() -> 
         }
     ).sites
     assert [len(site["harbour"].train), len(site["harbour"].validation), len(site["harbour"].test)] == [12, 4, 5]
-    assert max_images_per_patient(site["harbour"].train.patients) == 4
-    assert max_images_per_patient(site["harbour"].validation.patients) == 2
-    assert max_images_per_patient(site["hill"].train.patients) == 1
-    assert len(site["harbour"].train.patients or ()) == 12
+    assert max_images_per_patient(site["harbour"].train) == 4
+    assert max_images_per_patient(site["harbour"].validation) == 2
+    assert max_images_per_patient(site["hill"].train) == 1
+    assert site["harbour"].train.patients is None
     assert [count_unnamed(part) for part in (site["harbour"].validation, site["harbour"].test)] == [1, 5]
     with pytest.raises(EngineError, match="never leave it"):
         _ = site["harbour"].train.labels

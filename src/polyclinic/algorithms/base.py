@@ -171,6 +171,17 @@ class Algorithm(ABC):
             updates: The accepted updates in site order, one at a time. Average them by `BundleMean`; keep none.
         """
 
+    def averaged_kinds(self) -> tuple[str, ...]:
+        """Return the kinds of an update that `aggregate` averages, so that one far value can be bounded; () if none.
+
+        Parameters and buffers are measured from what the site received, other kinds from zero.
+        """
+        return WEIGHT_KINDS
+
+    def needs_single_updates(self) -> str:
+        """Return why `aggregate` needs the update of every site by itself, or "" if it uses their means alone."""
+        return ""
+
     def check_update(self, update: Update) -> None:  # noqa: B027  by default there is nothing to check
         """Raise `errors.Refused` if the update has valid shapes and values but cannot be right for this algorithm."""
 

@@ -108,6 +108,8 @@ class Display:
             self.sites[info["site"]] = MARKS[info["outcome"]]
             if info["outcome"] != "accepted":
                 self.print_line(f"  round {info['round']}: {info['site']} {info['outcome']}: {info['why']}")
+        elif event == "outlier":
+            self.print_line(f"  round {info['round']}: {info['why']}")
         elif event == "round done":
             self._finish_round(info)
         elif event == "absent":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator
@@ -15,6 +16,7 @@ from polyclinic.algorithms.distillation.refine import RefinementOptions
 from polyclinic.algorithms.distillation.shapley import MOST_PLAYERS
 from polyclinic.config.capability import check_thresholds
 from polyclinic.evaluation.metrics import METRICS
+from polyclinic.federation.robust.rules import CENTRES, USED_OPTIONS, Aggregation
 from polyclinic.privacy.plan import config_problems
 from polyclinic.privacy.transforms.mask import Mask
 
@@ -78,6 +80,7 @@ def check_algorithm(recipe: Recipe, algorithm: Algorithm) -> Iterator[str]:
             f"{name} needs every site's update by itself, and behind masks the server sees only their weighted mean; "
             f"choose one of {known}, or leave the stage mask out"
         )
+    yield from _check_aggregate(recipe, algorithm)
     # A stage may name only kinds of tensors that sites send. Where they send nothing, stages have no effect.
     sent = [exchange.kind for exchange in algorithm.exchanges()]
     for stage in recipe.stages if sent else ():
@@ -87,6 +90,35 @@ def check_algorithm(recipe: Recipe, algorithm: Algorithm) -> Iterator[str]:
                     f"stages: {stage.name}.kinds has {kind!r:.40}, which sites of {recipe.algorithm.name} do not send"
                     f"{format_suggestion(kind, sent)}; they send: {', '.join(sent)}"
                 )
+
+
+def _check_aggregate(recipe: Recipe, algorithm: Algorithm) -> Iterator[str]:
+    """Yield the problems of the rule by which updates are combined."""
+    rule = recipe.aggregate
+    for option in (f.name for f in fields(rule) if f.name not in ("name", *USED_OPTIONS[rule.name])):
+        if getattr(rule, option) != getattr(Aggregation, option):
+            yield f"aggregate.{option} has no effect with {rule.name}; leave it out, or change aggregate.name"
+    if rule.name in CENTRES:
+        why = "an ensemble keeps the model of every site" if recipe.ensemble else algorithm.needs_single_updates()
+        server_noise = (
+            recipe.privacy is not None and recipe.privacy.unit == "site" and recipe.privacy.noise_at == "server"
+        )
+        yield from _select_broken(
+            (
+                why,
+                f"aggregate: {rule.name} replaces all updates of a cohort by one, but {why}; set aggregate: norm_bound",
+            ),
+            (
+                any(stage.name == "mask" for stage in recipe.stages),
+                f"aggregate: {rule.name} compares single updates, which the server does not see behind masks; set "
+                "aggregate: norm_bound or mean, or leave the stage mask out",
+            ),
+            (
+                server_noise,
+                f"the noise of privacy.noise_at: server is priced for a mean, not for {rule.name}; set "
+                "aggregate: mean, or privacy.noise_at: site",
+            ),
+        )
 
 
 def averages(algorithm: type[Algorithm]) -> bool:

@@ -175,3 +175,5 @@ class Federation:
     """The names in `initial` of parameters and statistics of normalisation layers."""
     features: tuple[int, ...] = ()
     """The shape of the extractor's output for one image."""
+    held: Mapping[SiteId, Mapping[Part, int]] = field(default_factory=dict)
+    """The images of each part that the sites registered, where known."""

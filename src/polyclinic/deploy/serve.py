@@ -220,6 +220,14 @@ class Enrolment:
                 self.least_sites[site] = least if type(least) is int else 1
             except Refused as refusal:
                 self.exclude_site(site, Failure("refused", str(refusal)))
+        for site in [site for site in profiles if site in self.remote.most_images]:
+            told, most = profiles[site].images, self.remote.most_images[site]
+            if told > most:
+                del profiles[site]
+                why = (
+                    f"it tells {told} images where {most} are registered; correct images in server.yaml, or ask it why"
+                )
+                self.exclude_site(site, Failure("refused", why))
         odd = find_misfits({site: profiles[site] for site in sites if site in profiles})
         self.profiles = {site: profiles[site] for site in sites if site in profiles and site not in odd}
         for site, why in odd.items():

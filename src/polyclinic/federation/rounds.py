@@ -39,6 +39,9 @@ from polyclinic.evaluation.rows import CostRow
 from polyclinic.federation.engines import Answer, Engine
 from polyclinic.federation.mailbox import Outbox, in_site_order
 from polyclinic.federation.privacy_budget import PrivacyBudget
+from polyclinic.federation.robust.rules import PLAIN_MEAN, Aggregation
+from polyclinic.federation.robust.screen import Outlier, UpdateScreen
+from polyclinic.federation.robust.store import MEMORY
 from polyclinic.federation.round_log import (
     RoundLog,
     accepted_fields,
@@ -46,6 +49,8 @@ from polyclinic.federation.round_log import (
     format_failure,
     mean_report,
     metric_rows,
+    middle_report,
+    outlier_streaks,
 )
 from polyclinic.federation.schedules import EarlyStop, Schedule
 from polyclinic.federation.secure_aggregation.server import MaskedRound
@@ -89,6 +94,9 @@ class RoundOptions:
     """Evaluate where the round number is a multiple of this; 0: only at the end."""
     snapshot_every: int = 1
     max_norm: float = 1e6
+    aggregate: Aggregation = PLAIN_MEAN
+    update_memory: int = MEMORY
+    """Bytes of updates kept in memory until a cohort is complete; further ones are kept on disk."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +106,10 @@ class Progress:
     round: int = 0
     lr_reductions: int = 0
     best_loss: float = math.inf
+    best_middle_loss: float = math.inf
     rounds_without_lower_loss: int = 0
     best: float = math.inf
+    best_middle: float = math.inf
     rounds_without_improvement: int = 0
     stopped: bool = False
     budget_exhausted: bool = False
@@ -190,6 +200,7 @@ class Rounds:
         self.federation, self.algorithm, self.engine = federation, algorithm, engine
         self.rules, self.journal, self.watch, self.evaluate_held_out = rules, journal, watch, evaluate_held_out
         self.transforms, self.budget, self.server_trainer = tuple(transforms), budget, server_trainer
+        self.screen = UpdateScreen(rules.aggregate, algorithm, rules.update_memory)
         self.mask = next((stage for stage in transforms if isinstance(stage, Mask)), None)
         self.trainers = [POOLED] if algorithm.pooled else [s for s in federation.sites if s != POOLED]
 
@@ -208,6 +219,7 @@ class Rounds:
             )
         if self.budget is not None:
             self.budget.load_charges(self.journal.read_charges())
+        self.screen.streaks = outlier_streaks(self.journal.costs, progress.round)
         while progress.round < self.rules.rounds and not progress.stopped:
             if not self.can_afford(state, progress):
                 progress = replace(progress, stopped=True, budget_exhausted=True)
@@ -248,6 +260,9 @@ class Rounds:
             round, state, cohort, progress, ["validation"] if reporting else [], log, clusters
         )
         before, versions = state, version_counters(state)
+        # Behind masks there are no single updates; and noise at the server is priced for a plain mean.
+        if self.mask is None and (self.budget is None or not self.budget.hides_drift):
+            updates = self.screen.screen(updates, state, partial(self._record_outlier, round, log))
         if first := list(islice(updates, 1)):
             state = self.algorithm.aggregate(state, chain(_drain(first), updates))
         check_not_mutated(before, versions)
@@ -266,10 +281,16 @@ class Rounds:
         self.journal.append_cost("round", round, seconds, log.to_json())
         memory_rounds = {**progress.memory_rounds, **dict.fromkeys(sorted(log.sites_with_memory), round)}
         progress = advance_progress(replace(progress, round=round, memory_rounds=memory_rounds), log, self.rules)
-        means = {m: mean_report(log, m) for m in ("loss", "accuracy", "auc")} if evaluating else {}
+        means = (
+            {m: mean_report(log, m, self.rules.aggregate) for m in ("loss", "accuracy", "auc")} if evaluating else {}
+        )
         facts = {"round": round, "seconds": seconds, "stopped": progress.stopped, **means}
         self.watch("round done", {**facts, "clusters_without_updates": clusters_without_updates(log, clusters)})
         return state, progress
+
+    def _record_outlier(self, round: int, log: RoundLog, found: Outlier) -> None:
+        log.add(found.site, outlier=found.done, ratio=found.ratio, outlier_rounds=found.running)
+        self.watch("outlier", {"round": round, **asdict(found), "why": found.sentence})
 
     def _learning_rate(self, round: int, progress: Progress) -> float:
         rules = self.rules
@@ -414,6 +435,7 @@ class Rounds:
             like=exchange.layouts[cluster][0],
             optional=frozenset(exchange.kind for exchange in exchanges if exchange.optional),
             examples=self.federation.sites[site],
+            held=self.federation.held.get(site, {}),
             max_norm=self.rules.max_norm,
         )
 
@@ -485,27 +507,35 @@ class Rounds:
 
 
 def advance_progress(progress: Progress, log: RoundLog, rules: RoundOptions) -> Progress:
-    """Return the progress after a round: schedule and early stopping follow the metrics that the sites reported."""
-    loss = mean_report(log, "loss")
+    """Return the progress after a round: schedule and early stopping follow the metrics that the sites reported.
+
+    A round is better if their mean is, or their median: so one site that reports ever worse figures does not end a run.
+    """
+    loss, middle = mean_report(log, "loss", rules.aggregate), middle_report(log, "loss", rules.aggregate)
     if loss is not None:
-        better = loss < progress.best_loss * (1 - PLATEAU_THRESHOLD)
-        worse = 0 if better else progress.rounds_without_lower_loss + 1
+        lower = loss < progress.best_loss * (1 - PLATEAU_THRESHOLD)
+        lower_middle = middle is not None and middle < progress.best_middle_loss * (1 - PLATEAU_THRESHOLD)
+        worse = 0 if lower or lower_middle else progress.rounds_without_lower_loss + 1
         reduce = rules.schedule.name == "plateau" and worse > rules.schedule.patience
         progress = replace(
             progress,
-            best_loss=loss if better else progress.best_loss,
+            best_loss=loss if lower else progress.best_loss,
+            best_middle_loss=middle if lower_middle and middle is not None else progress.best_middle_loss,
             rounds_without_lower_loss=0 if reduce else worse,
             lr_reductions=progress.lr_reductions + reduce,
         )
     stop = rules.early_stop
-    value = mean_report(log, stop.metric) if stop else None
+    value = mean_report(log, stop.metric, rules.aggregate) if stop else None
     if stop is not None and value is not None:
-        value = value if stop.metric in LOWER_IS_BETTER else -value
+        sign = 1 if stop.metric in LOWER_IS_BETTER else -1
+        value, middle = sign * value, middle_report(log, stop.metric, rules.aggregate)
         better = value < progress.best - stop.min_delta
-        worse = 0 if better else progress.rounds_without_improvement + 1
+        better_middle = middle is not None and sign * middle < progress.best_middle - stop.min_delta
+        worse = 0 if better or better_middle else progress.rounds_without_improvement + 1
         progress = replace(
             progress,
             best=value if better else progress.best,  # small steps add up to an improvement
+            best_middle=sign * middle if better_middle and middle is not None else progress.best_middle,
             rounds_without_improvement=worse,
             stopped=worse >= stop.patience,
         )

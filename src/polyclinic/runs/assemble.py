@@ -12,7 +12,7 @@ from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.distillation.refine import check_public
 from polyclinic.algorithms.wrappers.clustered import Clustered
 from polyclinic.config.recipe import Recipe
-from polyclinic.core import POOLED, Bundle, Federation, RecipeError, SiteId, Stream
+from polyclinic.core import POOLED, Bundle, Federation, Part, RecipeError, SiteId, Stream
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.federation.rounds import RoundOptions
 from polyclinic.federation.secure_aggregation.assembly import (
@@ -131,9 +131,13 @@ def assemble(
     elif algorithm.pooled:
         sites[POOLED] = pool_sites(sites)
     registered = {name: len(one.train) for name, one in sites.items()}
+    held: dict[SiteId, dict[Part, int]] = {
+        name: {"train": len(one.train), "validation": len(one.validation), "test": len(one.test)}
+        for name, one in sites.items()
+    }
     start = copy_module_weights(module) if recipe.clusters else networks.first.copy_weights()
     federation = Federation(
-        dataset.classes, registered, start, normalisation_names(module), networks.shapes.get("", ())
+        dataset.classes, registered, start, normalisation_names(module), networks.shapes.get("", ()), held
     )
     setup = RunSetup(recipe, dataset, module, networks, sites, held_out, public, federation, algorithm)
     if recipe.privacy is None:
@@ -245,4 +249,5 @@ def round_options(recipe: Recipe, run_id: str) -> RoundOptions:
         evaluate_every=recipe.evaluate.every,
         snapshot_every=recipe.snapshot_every,
         max_norm=recipe.max_norm,
+        aggregate=recipe.aggregate,
     )

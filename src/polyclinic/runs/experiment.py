@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from polyclinic.algorithms.base import classifier_weights
@@ -152,7 +153,7 @@ class Experiment:
 
     def _run_locked(self) -> RunResult:
         began, recipe, plan = time.perf_counter(), self.recipe, self.setup.plan
-        journal = FolderJournal(self.folder) if self.folder else RamJournal()
+        journal = FolderJournal(self.folder, recipe.keep_snapshots) if self.folder else RamJournal()
         if self.folder:
             write_atomically(RunFolder(self.folder).recipe, recipe.to_yaml().encode())
             if plan is not None:
@@ -202,6 +203,8 @@ class Experiment:
         if self.remote is not None:  # the quorum of real sites is all of them, unless the recipe allows fewer
             quorum = self.recipe.quorum or self.recipe.cohort or len(setup.sites)
             rules = replace(rules, deadline=self.remote.deadline, quorum=quorum)
+        else:  # the sites' networks are in this memory anyway
+            rules = replace(rules, update_memory=psutil.virtual_memory().available // 4)
         return Rounds(
             setup.federation,
             setup.algorithm,

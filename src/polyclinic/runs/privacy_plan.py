@@ -207,7 +207,7 @@ def check_no_shared_statistics(network: LiveNetwork, algorithm: Algorithm, key: 
 
 def _site_size(site: SiteData, group: int | None) -> SiteSize:
     """Count a site's images. `group`: the declared bound on the images of a patient who is not named."""
-    counted = [(count_unnamed(part), max_images_per_patient(part.patients)) for part in (site.train, site.validation)]
+    counted = [(count_unnamed(part), max_images_per_patient(part)) for part in (site.train, site.validation)]
     largest, largest_validation = (max(most, group or 1) if unnamed else most for unnamed, most in counted)
     return SiteSize(len(site.train), largest, largest_validation, counted[0][0], counted[1][0], site.left_out)
 

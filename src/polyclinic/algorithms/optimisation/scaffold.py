@@ -42,6 +42,9 @@ class Scaffold(Algorithm):
     def exchanges(self) -> tuple[Exchange, ...]:
         return (*super().exchanges(), Exchange("control", like="control", weighted=False))
 
+    def averaged_kinds(self) -> tuple[str, ...]:
+        return (*super().averaged_kinds(), "control")
+
     def init(self, federation: Federation) -> Bundle:
         zero = {name: torch.zeros_like(w) for name, w in federation.initial["model"].items()}
         return {**federation.initial, "control": zero, "all": {"sites": torch.tensor(len(federation.sites))}}

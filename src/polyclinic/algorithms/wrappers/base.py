@@ -32,6 +32,8 @@ class Wrapper(Algorithm):
     broadcast = _OfInner()
     local = _OfInner()
     check_update = _OfInner()
+    averaged_kinds = _OfInner()
+    needs_single_updates = _OfInner()
     update_weight = _OfInner()
     aggregate = _OfInner()
     final_state = _OfInner()

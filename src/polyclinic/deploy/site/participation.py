@@ -304,7 +304,7 @@ class Participation:
         models = tuple(model for model, parts in scores.models.items() if "test" in parts)[: plan.models]
         secret = limits.noise_stream(message, self.runner.load_memory(message), self.runner.network.device.type)
         tests = self.setup.sites[self.site].test
-        largest = max(max_images_per_patient(tests.patients), plan.config.group or 1)
+        largest = max(max_images_per_patient(tests), plan.config.group or 1)
         charge = self.account.final_releases(len(models), largest)
         self.account.charge_round(int(message.fields["round"]), f"{secret.integer():016x}", charge)
         return noised_scores(groups, models, plan.metrics_noise, secret)
