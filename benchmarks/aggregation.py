@@ -31,7 +31,8 @@ from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.flat_tensors import contiguous_vector
 from polyclinic.core.jobs import Failure, Federation
 from polyclinic.core.types import Bundle
-from polyclinic.federation.rounds import Progress, RoundOptions, Rounds
+from polyclinic.federation.progress import Progress, RoundOptions
+from polyclinic.federation.rounds import Rounds
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
 

@@ -33,7 +33,8 @@ from polyclinic.core.rng import Stream
 from polyclinic.core.types import Bundle, Precision
 from polyclinic.data.examples import Images, Selection, SiteData
 from polyclinic.federation.engines.stacked import Compile
-from polyclinic.federation.rounds import RoundOptions, Rounds
+from polyclinic.federation.progress import RoundOptions
+from polyclinic.federation.rounds import Rounds
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import build_model
 from polyclinic.runs.engines.choice import make_engine

@@ -18,7 +18,8 @@ from torch import nn
 from polyclinic import Recipe
 from polyclinic.core import Stream
 from polyclinic.federation.engines.local import LocalEngine
-from polyclinic.federation.rounds import Progress, Rounds
+from polyclinic.federation.progress import Progress
+from polyclinic.federation.rounds import Rounds
 from polyclinic.models import build_model, register_model
 from polyclinic.models.classifier import Classifier
 from polyclinic.runs.assemble import round_options

@@ -39,7 +39,8 @@ from polyclinic.core.rng import Stream
 from polyclinic.core.types import Bundle, Tensors
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.federation.engines.local import keep_freed_memory
-from polyclinic.federation.rounds import RoundOptions, Rounds, Watch, draw_cohort
+from polyclinic.federation.progress import RoundOptions
+from polyclinic.federation.rounds import Rounds, Watch, draw_cohort
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import build_model
 from polyclinic.models.classifier import Classifier

@@ -60,26 +60,9 @@ def test_every_row_of_the_threat_model_names_its_test_or_says_that_nothing_holds
 @pytest.mark.parametrize("page", [SECURITY, MODEL], ids=["security", "threat-model"])
 def test_every_test_that_is_named_exists(page: Path) -> None:
     named = set(NAMED.findall(page.read_text(encoding="utf-8")))
-    assert sorted(named - existing_tests() - AWAITED) == []
+    assert sorted(named - existing_tests()) == []
 
 
 def test_a_sentence_without_a_test_is_seen() -> None:
     page = "## What holds here\n\n- It is so (`test_a`). It is\n  safe. And (`test_b`).\n\n## Weak\n\n- No.\n"
     assert [s for s in defences(page) if not NAMED.search(s)] == ["It is safe."]
-
-
-AWAITED = frozenset(
-    [
-        "test_a_billion_images_do_not_buy_the_model",
-        "test_a_plain_mean_would_be_harmed",
-        "test_a_site_reports_on_no_more_images_than_it_registered",
-        "test_an_outlier_is_named_everywhere",
-        "test_far_weights_are_left_out_and_named",
-        "test_flipped_weights_are_left_out_and_named",
-        "test_lies_beside_the_weights_are_refused_and_the_run_ends",
-        "test_metrics_lie_in_their_ranges",
-        "test_one_site_cannot_stop_a_run_early",
-        "test_with_a_quorum_nobody_is_waited_for_for_ever",
-    ]
-)
-"""Tests of branches that are not merged yet. Empty it when they are."""

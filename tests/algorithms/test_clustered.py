@@ -25,7 +25,8 @@ from polyclinic.core.rng import Stream
 from polyclinic.core.types import Bundle, SiteId
 from polyclinic.federation.engines import Engine
 from polyclinic.federation.engines.local import LocalEngine, call_or_failure
-from polyclinic.federation.rounds import Outcome, RoundOptions, Rounds
+from polyclinic.federation.progress import Outcome, RoundOptions
+from polyclinic.federation.rounds import Rounds
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import build_model
 from polyclinic.runs.engines.choice import choose_engine

@@ -15,7 +15,8 @@ from polyclinic.algorithms.personalisation.pfedcdp import PFedCDP
 from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.types import Bundle, SiteId, Tensors
 from polyclinic.data.examples import Images
-from polyclinic.federation.rounds import RoundOptions, Rounds
+from polyclinic.federation.progress import RoundOptions
+from polyclinic.federation.rounds import Rounds
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.privacy.transforms.base import UpdateTransform
 from polyclinic.privacy.transforms.bit_packing import packed_size

@@ -24,7 +24,8 @@ from polyclinic.deploy.site.message_checks import read_recipe
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.deploy.site.policy import approve_recipe
 from polyclinic.federation.privacy_budget import PrivacyBudget
-from polyclinic.federation.rounds import Outcome, Rounds
+from polyclinic.federation.progress import Outcome
+from polyclinic.federation.rounds import Rounds
 from polyclinic.runs.assemble import round_options
 from polyclinic.runs.experiment import Experiment
 from polyclinic.runs.final_evaluation import SiteAnswer, expected_sites, read_answer

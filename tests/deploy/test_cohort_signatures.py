@@ -37,7 +37,7 @@ from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.deploy.site.peers import SitePeers
 from polyclinic.federation.engines import RemoteExecution
 from polyclinic.federation.mailbox import Outbox
-from polyclinic.federation.rounds import Progress
+from polyclinic.federation.progress import Progress
 from polyclinic.storage import messages
 from polyclinic.storage.signatures import SiteSigner
 from polyclinic.storage.site_memory import RamMemory

@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from polyclinic.federation.rounds import RoundOptions, draw_cohort
+from polyclinic.federation.progress import RoundOptions
+from polyclinic.federation.rounds import draw_cohort
 
 
 @pytest.mark.parametrize(("sites", "size"), [(10, 5), (10, 3), (7, 7), (4, 1)])

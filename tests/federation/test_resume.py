@@ -12,8 +12,9 @@ from hypothesis import example, given, settings, strategies as st
 
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.options import Optimiser, Training
+from polyclinic.federation.progress import Outcome, RoundOptions
 from polyclinic.federation.round_log import RoundLog, mean_report
-from polyclinic.federation.rounds import Outcome, RoundOptions, Rounds
+from polyclinic.federation.rounds import Rounds
 from polyclinic.federation.schedules import EarlyStop, Schedule
 from polyclinic.storage.journal import FolderJournal
 from tests.federation.mock_engine import MockEngine

@@ -16,7 +16,8 @@ from scipy import stats
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.types import SiteId
-from polyclinic.federation.rounds import Outcome, Progress, RoundOptions, Rounds, draw_cohort
+from polyclinic.federation.progress import Outcome, Progress, RoundOptions
+from polyclinic.federation.rounds import Rounds, draw_cohort
 from polyclinic.federation.schedules import EarlyStop, Schedule
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal

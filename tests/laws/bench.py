@@ -21,7 +21,8 @@ from polyclinic.data.examples import Images, SiteData
 from polyclinic.evaluation.rows import Row
 from polyclinic.federation.engines import Answer, Engine
 from polyclinic.federation.engines.local import LocalEngine
-from polyclinic.federation.rounds import Outcome, RoundOptions, Rounds
+from polyclinic.federation.progress import Outcome, RoundOptions
+from polyclinic.federation.rounds import Rounds
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models.classifier import Classifier
 from polyclinic.runs.experiment import pool_sites

@@ -13,7 +13,8 @@ from polyclinic.algorithms.optimisation.scaffold import Scaffold
 from polyclinic.core.jobs import Update
 from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.types import SiteId
-from polyclinic.federation.rounds import RoundOptions, Rounds
+from polyclinic.federation.progress import RoundOptions
+from polyclinic.federation.rounds import Rounds
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.storage import messages as wire
 from polyclinic.storage.journal import RamJournal

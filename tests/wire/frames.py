@@ -17,7 +17,8 @@ from polyclinic.core.jobs import Failure, Federation
 from polyclinic.core.rng import Stream
 from polyclinic.core.types import Bundle, SiteId
 from polyclinic.federation import update_check
-from polyclinic.federation.rounds import Outcome, RoundOptions, Rounds
+from polyclinic.federation.progress import Outcome, RoundOptions
+from polyclinic.federation.rounds import Rounds
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
 from tests.federation.mock_engine import MockEngine

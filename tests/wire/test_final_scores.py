@@ -20,7 +20,8 @@ from polyclinic.core.types import Bundle, SiteId
 from polyclinic.evaluation.assessment import assess_site
 from polyclinic.evaluation.site_scores import ScoredSite, build_final_scores
 from polyclinic.evaluation.task import CLASSIFICATION
-from polyclinic.federation.rounds import Outcome, RoundOptions, Rounds
+from polyclinic.federation.progress import Outcome, RoundOptions
+from polyclinic.federation.rounds import Rounds
 from polyclinic.runs.final_evaluation import (
     SiteAnswer,
     assess_answers,

@@ -23,7 +23,8 @@ from polyclinic.core.jobs import Federation
 from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.rng import Stream
 from polyclinic.core.types import SiteId
-from polyclinic.federation.rounds import RoundOptions, Rounds
+from polyclinic.federation.progress import RoundOptions
+from polyclinic.federation.rounds import Rounds
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
 from polyclinic.training.data_order import draw_epoch_batches

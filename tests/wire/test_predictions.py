@@ -10,7 +10,8 @@ import torch
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.errors import Refused, RoundFailed
 from polyclinic.core.types import SiteId, Tensors
-from polyclinic.federation.rounds import Outcome, RoundOptions, Rounds
+from polyclinic.federation.progress import Outcome, RoundOptions
+from polyclinic.federation.rounds import Rounds
 from polyclinic.federation.update_check import split_predictions
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal

@@ -14,7 +14,7 @@ from polyclinic.algorithms.wrappers.clustered import Clustered
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import POOLED, Bundle, Federation, Part, RecipeError, SiteId, Stream
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.federation.rounds import RoundOptions
+from polyclinic.federation.progress import RoundOptions
 from polyclinic.federation.secure_aggregation.assembly import (
     SiteIdentity,
     build_masking,

@@ -29,7 +29,8 @@ from polyclinic.evaluation.summary import EngineUsed, RunSummary, SiteSizes, Stu
 from polyclinic.evaluation.task import CLASSIFICATION
 from polyclinic.federation.engines import Engine, RemoteExecution
 from polyclinic.federation.privacy_budget import PrivacyBudget
-from polyclinic.federation.rounds import Outcome, Rounds, Watch
+from polyclinic.federation.progress import Outcome
+from polyclinic.federation.rounds import Rounds, Watch
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.privacy.plan import PrivacyPlan
 from polyclinic.privacy.shared_ledger import SharedLedger

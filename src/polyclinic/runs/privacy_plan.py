@@ -21,8 +21,9 @@ from polyclinic.core import AUX_PREFIX, Federation, Private, RecipeError, SiteId
 from polyclinic.data.examples import Selection, SiteData
 from polyclinic.data.patients import count_unnamed, max_images_per_patient
 from polyclinic.evaluation.summary import PUBLIC_SEED
+from polyclinic.federation.progress import RoundOptions
 from polyclinic.federation.rehearsal import rehearse_round
-from polyclinic.federation.rounds import RoundOptions, draw_cohort
+from polyclinic.federation.rounds import draw_cohort
 from polyclinic.federation.site_limits import SitePrivacyLimits
 from polyclinic.privacy.plan import (
     RELEASED,

@@ -13,7 +13,8 @@ from polyclinic import Recipe
 from polyclinic.core.errors import Refused
 from polyclinic.core.jobs import Failure
 from polyclinic.core.types import Bundle, SiteId
-from polyclinic.federation.rounds import Outcome, Rounds
+from polyclinic.federation.progress import Outcome
+from polyclinic.federation.rounds import Rounds
 from polyclinic.federation.secure_aggregation.assembly import simulate_identities
 from polyclinic.models import MODELS, register_model
 from polyclinic.models.classifier import Classifier

@@ -12,7 +12,8 @@ from polyclinic.core.jobs import Failure, Federation
 from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.rng import Stream
 from polyclinic.core.types import Bundle
-from polyclinic.federation.rounds import RoundOptions, Rounds
+from polyclinic.federation.progress import RoundOptions
+from polyclinic.federation.rounds import Rounds
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.privacy.transforms.base import UpdateTransform
 from polyclinic.storage import messages

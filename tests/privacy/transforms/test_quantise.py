@@ -17,7 +17,8 @@ from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.rng import Stream
 from polyclinic.core.types import Bundle, Tensors
 from polyclinic.federation import update_check
-from polyclinic.federation.rounds import RoundOptions, Rounds
+from polyclinic.federation.progress import RoundOptions
+from polyclinic.federation.rounds import Rounds
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import build_model
 from polyclinic.privacy.transforms.base import UpdateTransform

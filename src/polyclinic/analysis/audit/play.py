@@ -13,7 +13,8 @@ from polyclinic.analysis.audit.canaries import CanaryExamples, add_seats
 from polyclinic.analysis.audit.listening import ListeningRunner, Recorder, TwinEngine
 from polyclinic.core import POOLED, SiteId, Stream
 from polyclinic.data.examples import SiteData
-from polyclinic.federation.rounds import Progress, RoundOptions, Rounds
+from polyclinic.federation.progress import Progress, RoundOptions
+from polyclinic.federation.rounds import Rounds
 from polyclinic.federation.server_state import canonical_layout
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.privacy.plan import PrivacyPlan
