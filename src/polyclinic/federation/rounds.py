@@ -269,28 +269,15 @@ class Rounds:
         self, exchange: _RoundExchange, mask: Mask, cohort: Sequence[SiteId], parts: list[Part], progress: Progress
     ) -> Update:
         """Play a round whose updates are added up behind masks, and return their mean as one update."""
-        round, state = exchange.round, exchange.state
-        transcript = Transcript(self.journal.masks)
-        transcript.drop_before(self.journal.oldest_snapshot())
-        masked = MaskedRound(
-            mask,
-            self.algorithm,
-            self.engine,
-            self.rules.deadline,
-            lambda purpose, sites: self.prepare_outbox(purpose, round, state, sites, parts, progress),
-            lambda site, received: self._expected_update(exchange, site, "", received),
-            {e.kind: state.get(e.like, {}) for e in self.algorithm.exchanges()},
-            exchange.log,
-            transcript,
-            self.rules.run,
-            round,
-            self.rules.quorum,
-            self.peers,
-        )
-        update = masked.play(cohort)
-        for site in cohort:
-            if site in exchange.log.sites:
-                self.watch("site", {"round": round, "site": site, **exchange.log.sites[site].to_json()})
+        round, state, log, rules = exchange.round, exchange.state, exchange.log, self.rules
+        transcript = Transcript(self.journal.masks, self.journal.oldest_snapshot())
+        plain = {e.kind: state.get(e.like, {}) for e in self.algorithm.exchanges()}
+        prepare = partial(self.prepare_outbox, round=round, state=state, parts=parts, progress=progress)
+        expected = partial(self._expected_update, exchange)
+        where = self.algorithm, self.engine, rules.deadline, prepare, expected, plain, log, transcript
+        update = MaskedRound(mask, *where, rules.run, round, rules.quorum, self.peers).play(cohort)
+        for site, outcome in log.sites.items():
+            self.watch("site", {"round": round, "site": site, **outcome.to_json()})
         return update
 
     def _receive_update(self, exchange: _RoundExchange, site: SiteId, cluster: str, reply: Answer) -> Update | None:

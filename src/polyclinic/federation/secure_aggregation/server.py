@@ -12,7 +12,7 @@ than its masked update, so that is all that it can lose.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -50,8 +50,12 @@ Collected: TypeAlias = tuple[dict[str, Words], dict[SiteId, str], dict[SiteId, t
 """The sum of the masked updates, the survivors' signatures, and their replies without tensors but with reports."""
 MOST_BYTES = 1 << 20
 """Of a reply without tensors."""
-Prepare = Callable[[str, Sequence[SiteId]], Outbox]
-"""Returns the messages of one purpose to these sites, with the weights."""
+
+
+class Prepare(Protocol):
+    """Returns the messages of one purpose to these sites, with the weights."""
+
+    def __call__(self, purpose: str, *, sites: Sequence[SiteId]) -> Outbox: ...
 
 
 @dataclass
@@ -64,7 +68,7 @@ class MaskedRound:
         engine: Where the sites are.
         deadline: Seconds that an exchange waits; None: until all have answered.
         prepare: Makes the messages of this round.
-        expected: Returns what is accepted of a site, given what it was sent; `like` in the masked layout.
+        expected: Returns what is accepted of a site, given its cluster ("") and what it was sent, in the masked layout.
         plain: The kinds, names and shapes of an update before it was masked.
         log: Gets an entry per site.
         transcript: What was heard before a resume.
@@ -78,7 +82,7 @@ class MaskedRound:
     engine: Engine
     deadline: float | None
     prepare: Prepare
-    expected: Callable[[SiteId, Bundle], ExpectedUpdate]
+    expected: Callable[[SiteId, str, Bundle], ExpectedUpdate]
     plain: Bundle
     log: RoundLog
     transcript: Transcript
@@ -99,7 +103,7 @@ class MaskedRound:
         """
         for site in sites:
             self.log.add(site)  # in this order, whoever answers first after a resume
-        outbox = self.prepare("train", sites)
+        outbox = self.prepare("train", sites=sites)
         sent = {site: outbox.take(site) for site in sites}
         self.received = next(iter(sent.values()))
         self.weights = hash_tensors(self.received)
@@ -126,6 +130,9 @@ class MaskedRound:
             self._accept(site, *accepted[site])
         return update
 
+    def _expect(self, site: SiteId, received: Bundle) -> ExpectedUpdate:
+        return self.expected(site, "", received)
+
     def _place(self, phase: str) -> str:
         return place_of(self.round, self.weights, self.attempt, phase)
 
@@ -144,7 +151,7 @@ class MaskedRound:
             keys = RoundKeys.from_json(dict(found))
             if dict(keys.received) != wanted[site] or keys.attempt != self.attempt:
                 raise Refused("cohort", f"{site} has signed other weights, or another attempt, than it was asked to")
-            most = self.algorithm.update_weight(Update({}, self.expected(site, sent[site]).examples))
+            most = self.algorithm.update_weight(Update({}, self._expect(site, sent[site]).examples))
             if keys.weight > most:
                 raise Refused("examples", f"{site} asks for a weight of {keys.weight:g} where {most:g} is its most")
             if self.peers is not None:
@@ -190,7 +197,7 @@ class MaskedRound:
         place = self._place("train")
         if (kept := self._read_total(place)) is not None:
             return kept
-        outbox = self.prepare("train", masked_with)
+        outbox = self.prepare("train", sites=masked_with)
         self._add_field(outbox, lambda _: {**self._masks(cohort), "sites": masked_with})
         total: dict[str, Words] = {}
         signatures: dict[SiteId, str] = {}
@@ -198,7 +205,7 @@ class MaskedRound:
         for site, answer in self._exchange(outbox):
             received = outbox.take(site)
             try:
-                message, report = check_masked_reply(answer, self.expected(site, received))
+                message, report = check_masked_reply(answer, self._expect(site, received))
                 signature = str(read_masks(message.fields).get("signature"))
                 if self.peers is not None:
                     self.peers.verify(site, "masked", cohort.masked_statement(site, masked_with), signature)
@@ -265,8 +272,8 @@ class MaskedRound:
             divisor = float(len(survivors)) if kind in unweighted else float(np.sum(weights))
             received = self.received.get(kind, {})
             tensors[kind] = restore_group(kind, total[kind], received, like, divisor) if kind in total else {}
-        expected = self.expected(survivors[0], self.received)
-        examples = sum(self.expected(site, self.received).examples for site in survivors)
+        expected = self._expect(survivors[0], self.received)
+        examples = sum(self._expect(site, self.received).examples for site in survivors)
         update = Update(tensors, examples, survivors[0], members=tuple(survivors))
         try:
             check_values(tensors, replace(expected, like=self.plain))
@@ -305,7 +312,7 @@ class MaskedRound:
             if (kept := self.transcript.read_reply(place, site)) is not None:
                 found[site] = read_masks(kept.fields)
         if missing := [site for site in wanted if site not in found]:
-            outbox = self.prepare(phase, missing)
+            outbox = self.prepare(phase, sites=missing)
             outbox.tensors = lambda _: {}
             self._add_field(outbox, masks)
             for site, answer in self._exchange(outbox):

@@ -19,9 +19,11 @@ DIGITS = 16
 class Transcript:
     """The replies and lists of sites of the rounds of one run, in a folder, or in memory without one."""
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, oldest: int = 0) -> None:
+        """`oldest`: the earliest round to which a resume could go back; what is older is deleted."""
         self.folder = folder
         self._kept: dict[str, bytes] = {}
+        self._drop_before(oldest)
 
     def read_reply(self, place: str, site: SiteId) -> messages.Message | None:
         """Return a kept reply; `place`: the round and exchange that it belongs to."""
@@ -60,7 +62,7 @@ class Transcript:
             attempt += 1
         return attempt
 
-    def drop_before(self, round: int) -> None:
+    def _drop_before(self, round: int) -> None:
         """Delete what belongs to rounds before this one, to which no resume goes back."""
         if self.folder is None or not self.folder.exists():
             return
