@@ -23,6 +23,7 @@ from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.federation.rounds import Watch
 from polyclinic.runs.experiment import FederatedDataset, load_sites
 from tests.deploy.example_sites import ApprovingHandler
+from tests.deploy.masking import keyring
 from tests.driving import serve
 
 INTERRUPTED = 130
@@ -47,8 +48,16 @@ def start(**job: Any) -> int:
     os._exit(play(**job))
 
 
-def answer(config: Mapping[str, Any], messages: list[str], replies: str, fault: tuple[str, int] | None = None) -> int:
-    """A child that answers messages (files) at a real site, and writes the replies into a folder."""
+def answer(
+    config: Mapping[str, Any],
+    messages: list[str],
+    replies: str,
+    fault: tuple[str, int] | None = None,
+    sites: list[str] | None = None,
+) -> int:
+    """A child that answers messages (files) at a real site, and writes the replies into a folder.
+
+    `sites`: all sites of the federation, if it knows their keys (`tests.deploy.masking`)."""
     pid = os.fork()
     if pid:
         return pid
@@ -56,7 +65,8 @@ def answer(config: Mapping[str, Any], messages: list[str], replies: str, fault: 
     if fault:
         failpoints.arm_failpoint(*fault)
     try:
-        handler = ApprovingHandler(SiteConfig.model_validate(config))
+        site = SiteConfig.model_validate(config)
+        handler = ApprovingHandler(site, keyring=keyring(site.site, sites) if sites else None)
         for number, path in enumerate(messages):
             (Path(replies) / str(number)).write_bytes(handler.answer_message(Path(path).read_bytes()))
     except BaseException:

@@ -50,6 +50,14 @@ RECIPES: dict[str, Values] = {
         "snapshot_every": 2,
         "evaluate": {"bootstrap": 20, "forgetting": True},
     },
+    # sums behind masks, with what a site remembers, and more than one round lost by a crash
+    "masked": {
+        **COMMON,
+        "algorithm": "scaffold",
+        "training": SGD,
+        "stages": [{"name": "mask"}],
+        "snapshot_every": 2,
+    },
     # nothing remembered
     "fedavg": {**COMMON, "algorithm": "fedavg", "training": SGD},
     # little measured, so that the ledger is the longest file until the first snapshot

@@ -19,13 +19,14 @@ import pytest
 import polyclinic
 from polyclinic.core import failpoints
 from tests.crash.driver import INTERRUPTED
+from tests.crash.masked import OF_SERVERS, OF_SITES
 from tests.crash.runs import KILLED, RECIPES, Driver, assert_same_end, ledger_rows, summary
 
 Whole = Callable[[str], Path]
 PER_SITE = {"site-received", "site-evaluated", "site-trained", "memory-half-written", "memory-saved", "reply-accepted"}
 OF_KEYS = {"key-overwritten", "run-key-written", "chain-key-moved", "run-begun", "order-recorded"}
 """Points of private runs and real sites: `test_keys.py` is about them."""
-POINTS = [point for point in failpoints.FAILPOINTS if point not in OF_KEYS]
+POINTS = [point for point in failpoints.FAILPOINTS if point not in {*OF_KEYS, *OF_SITES, *OF_SERVERS}]
 SNAPSHOT = {point for point in failpoints.FAILPOINTS if point.startswith("snapshot")}
 AT_THE_END = {"finished", "evaluated", "model-written", "result-written"}
 

@@ -15,6 +15,7 @@ from PIL import Image
 
 from polyclinic import Recipe
 from polyclinic.algorithms import ALGORITHMS
+from polyclinic.config.identity import predicted_parts
 from polyclinic.core import PROTOCOL, PolyclinicError, __version__
 from polyclinic.core.jobs import Failure
 from polyclinic.core.types import SiteId
@@ -26,6 +27,7 @@ from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.federation.rounds import Outcome, Rounds
 from polyclinic.runs.assemble import round_options
 from polyclinic.runs.experiment import Experiment
+from polyclinic.runs.final_evaluation import SiteAnswer, expected_sites, read_answer
 from polyclinic.runs.sites import FederatedDataset, load_sites
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
@@ -204,6 +206,13 @@ def simulation(found: Recipe, folder: Path) -> Experiment:
 @cache
 def _gathered(data: str, seed: int, folder: Path) -> FederatedDataset:
     return load_sites(Recipe.from_values({**BASE, "data": json.loads(data), "seed": seed}), folder / "simulation")
+
+
+def answers_of(found: Recipe, folder: Path, rounds: Rounds, outcome: Outcome) -> dict[SiteId, SiteAnswer]:
+    """What every site tells of the final models."""
+    parts = predicted_parts(found)
+    expected = expected_sites(simulation(found, folder).setup.sites, parts, len(rounds.federation.classes))
+    return rounds.evaluate_sites(outcome, parts, lambda site, reply: read_answer(reply, expected[site]))
 
 
 def deployed(found: Recipe, folder: Path, crossing: Crossing) -> tuple[Rounds, Outcome]:

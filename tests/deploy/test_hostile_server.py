@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from polyclinic import Recipe
-from polyclinic.core import Bundle
+from polyclinic.core import Bundle, SiteId
 from polyclinic.deploy.config import FederationConfig, ServerSection
 from polyclinic.deploy.provisioning.provision import provision_federation
 from polyclinic.deploy.site import participation
@@ -26,6 +26,7 @@ from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.deploy.site.orders import OrderBook, allow_round
 from polyclinic.deploy.site.policy import RELEASED_PARTS
+from polyclinic.deploy.site.scores import HomeEvaluation, score_at_home
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.storage import messages
 from tests.deploy.example_sites import EVERYTHING, SITES, approve, asked, said
@@ -308,11 +309,18 @@ def read_blocks(server: EvilServer, weights: Bundle, parts: list[str], count: in
         server.order("evaluate", 6, crafted, parts=parts)
         predictions = server.last().get("predictions", {})
         for part in parts:
-            rows = predictions.get(f"global|{part}|probabilities")
+            rows = predictions.get(f"global|{part}|thousandths")
             sites = len(getattr(server.images().sites["hill"], part))
-            odds = torch.full((sites,), torch.nan) if rows is None else rows[:, 1].double().logit()
+            odds = torch.full((sites,), torch.nan) if rows is None else -(rows[:, 0].double() / 1000).logit()
             found[part].append(odds / 0.5 - 5)
     return {part: torch.stack(columns, 1) for part, columns in found.items()}
+
+
+def answer_everything(recipe: Recipe, site: SiteId, groups: Bundle, *_: object) -> HomeEvaluation:
+    """All predictions of all parts, exact: in thousandths, which here are no whole numbers."""
+    found = {f"{key}|thousandths": rows["probabilities"][:, :1].double() * 1000 for key, rows in groups.items()}
+    scores, headline = score_at_home(recipe, site, groups)
+    return HomeEvaluation(headline, scores, {"withheld": "nothing"}, {"predictions": found})
 
 
 def test_crafted_weights_read_all_images_where_evaluation_is_not_guarded(
@@ -320,8 +328,8 @@ def test_crafted_weights_read_all_images_where_evaluation_is_not_guarded(
 ) -> None:
     """The rules of a former version: any number of evaluations, of any part, exact."""
     monkeypatch.setattr(OrderBook, "check", lambda *_, **__: None)
-    monkeypatch.setattr(participation, "RELEASED_PARTS", ("train", "validation", "test"))
-    monkeypatch.setattr(participation, "round_predictions", lambda found: found)
+    monkeypatch.setattr(participation, "answer_evaluation", answer_everything)
+    monkeypatch.setattr(participation, "rounded_bytes", lambda *_: 1 << 30)
     monkeypatch.setattr(participation, "check_predicted", lambda *_: None)
     server = attack(kits, tmp_path, scans[0], kinds=("model", "buffers", "metrics", "predictions"))
     assert server.begin()["ready"]
@@ -352,14 +360,14 @@ def test_of_many_evaluations_one_is_answered_at_most_and_of_test_images(
     predicted = [tensors for reply in server.heard if (tensors := messages.decode(reply).tensors.get("predictions"))]
     assert len(predicted) == allowed
     for tensors in predicted:
-        chances = tensors["global|test|probabilities"].double()
-        assert torch.allclose(chances, (chances * 1000).round() / 1000, atol=1e-7)
-        assert torch.allclose(chances.sum(1), torch.ones(len(chances), dtype=torch.float64), atol=1e-6)
+        rows = tensors["global|test|thousandths"]
+        assert rows.dtype == torch.int16
+        assert rows.shape[1] == 1, "one number an image, of two classes"
         assert {name.split("|")[1] for name in tensors} == set(RELEASED_PARTS)
-    why = "asks for a second evaluation" if allowed else "does not let predictions leave"
-    assert why in server.told[-1]
-    again = server.order("train", 5, weights)
-    assert ("comes after this run was evaluated" in again.get("why", "")) == allowed
+    scored = [fields for reply in server.heard if "scores" in (fields := messages.decode(reply).fields)]
+    assert len(scored) == 1, "figures of all images together, once"
+    assert "asks for a second evaluation" in server.told[-1]
+    assert "comes after this run was evaluated" in server.order("train", 5, weights)["why"]
 
 
 def test_repeated_orders_come_to_an_end(kits: Path, scans: list[Path], tmp_path: Path) -> None:
@@ -374,6 +382,20 @@ def test_repeated_orders_come_to_an_end(kits: Path, scans: list[Path], tmp_path:
     answers = ["failure" not in server.order("train", 1 + turn % 2, (first, second)[turn % 2]) for turn in range(9)]
     assert answers == [True] * 6 + [False] * 3, "5 rounds and 3 retries, of which two rounds were played"
     assert "would be answer 9 of a run that has 8" in server.told[-1]
+
+
+def test_an_approval_is_for_one_run_to_its_end(kits: Path, scans: list[Path], tmp_path: Path) -> None:
+    """Else a server that ends a run and begins it anew would have another evaluation."""
+    server = attack(kits, tmp_path, scans[0], kinds=("model", "buffers", "metrics", "predictions"))
+    assert server.begin()["ready"]
+    weights = play_honestly(server, 5)
+    assert "failure" not in server.order("evaluate", 6, weights)
+    assert server.begin()["ready"], "a server that was started again goes on"
+    server.say(messages.encode({"purpose": "end", "run": server.run, "site": "hill"}, {}))
+    for run in ("run-1", "run-2"):
+        assert "this recipe ran to its end at hill on 20" in server.begin(run=run)["why"]
+    approve(server.desk.config.folder, server.recipe)
+    assert server.begin()["ready"]
 
 
 def test_runs_are_counted_by_the_day_whatever_is_ended_between(kits: Path, scans: list[Path], tmp_path: Path) -> None:

@@ -99,8 +99,8 @@ def test_an_old_signature_and_another_sites_are_refused(
     reception.link.gate.hold = 0
     with connecting(kits, reception, "hill", tmp_path) as hill, httpx.Client(verify=trusting(kits)) as outsider:
         with hill._send_request(NEXT_MESSAGE, [], 0, {}) as answer:
-            signed = {name: answer.request.headers[name] for name in answer.request.headers if name.startswith("flwr")}
-        signed["polyclinic-protocol"] = str(PROTOCOL)
+            asked = answer.request.headers
+            signed = {name: asked[name] for name in asked if name.startswith(("flwr", "polyclinic"))}
         assert outsider.post(at, headers=signed).status_code == 204, "a test that cannot sign proves nothing"
         assert outsider.post(at, headers=signed | {"flwr-timestamp": "2026-01-01T00:00:00+00:00"}).status_code == 401
         lake = signed | {"flwr-public-key": public_key(kits, "lake", reception)}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typer.testing import CliRunner
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
 from polyclinic.cli.server import status
-from polyclinic.cli.site import join
+from polyclinic.cli.site import join, scores_command
 from polyclinic.core.errors import RecipeError
 from polyclinic.core.jobs import Failure
 from polyclinic.deploy.config import ServerConfig
@@ -77,6 +79,36 @@ def told_of_hill(ward: Ward) -> str:
     return shown("status", ward.folder / "k" / "sites" / "hill" / "site.yaml")
 
 
+@pytest.mark.heavy
+def test_a_site_that_was_too_slow_takes_part_in_later_rounds(tmp_path: Path) -> None:
+    """Lake is held up as it has trained in round 2; its answer is too late, and it hears nothing of round 3.
+
+    `./scripts/test --heavy tests/deploy/test_processes.py`
+    """
+    found, out = recipe(algorithm="scaffold", rounds=9, quorum=2), tmp_path / "slow"
+    kits, path = tmp_path / "k", tmp_path / "slow.yaml"
+    path.write_text(found.to_yaml())
+    with forking() as ask, Ward(tmp_path, ask) as few:
+        furnish(tmp_path, least_sites=2)
+        for site in SITES:
+            approve(kits / "sites" / site / "state", found)
+            few.join(site)
+        words = ("serve", kits / "server" / "server.yaml", path, "--out", out, "--deadline", "3")
+        server, memory = few.command(*words, role="slow"), kits / "sites" / "lake" / "state" / "runs"
+        begun = time.monotonic()
+        while not list(memory.rglob("000002.pcl")):
+            assert time.monotonic() - begun < 60, few.said()
+        os.kill(few.sites["lake"].pid, signal.SIGSTOP)
+        time.sleep(5)
+        os.kill(few.sites["lake"].pid, signal.SIGCONT)
+        few.until(lambda: server.code() is not None, "the end of the run")
+        assert server.code() == 0, few.said()
+        rows = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()]
+        lake = [row["sites"]["lake"]["outcome"] for row in rows if row["event"] == "round"]
+        assert "late" in lake, "it must have mattered"
+        assert (lake[-1], "refused" in lake) == ("accepted", False), few.said()
+
+
 THREE: dict[str, dict[str, Any]] = {
     "scaffold": {"algorithm": "scaffold"},
     "fedmp": {"algorithm": "fedmp"},
@@ -93,9 +125,15 @@ def test_sites_that_stay_up_end_run_after_run_in_the_bits_of_the_simulation(ward
         result, simulated = ward.play(found, name)
         assert result.rounds == 5
         assert result.sha256 == simulated.sha256, name
+        assert result.sites == simulated.sites, "every figure of every site"
         for site in SITES:
             assert not list((ward.folder / "k" / "sites" / site / "state" / "runs").glob("*")), "a run that is over"
     assert ward.pids() == before, ward.said()
+    kept = json.loads(shown("scores", ward.folder / "k" / "sites" / "hill" / "site.yaml", "--json"))
+    assert {one["recipe"] for one in kept} >= {"law"}
+    assert len(kept) >= len(THREE)
+    told = shown("scores", ward.folder / "k" / "sites" / "hill" / "site.yaml")
+    assert "scores sent to the server, with rounded predictions of the test images" in " ".join(told.split())
 
 
 def test_sites_say_what_they_refuse_and_that_a_run_is_over(ward: Ward) -> None:
@@ -142,6 +180,7 @@ def shown(*arguments: object) -> str:
     app = typer.Typer(rich_markup_mode=None)
     app.command("status")(status)
     app.command("join")(join)
+    app.command("scores")(scores_command)
     found = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "80"})
     assert found.exit_code == 0, found.output
     return found.output
@@ -150,10 +189,10 @@ def shown(*arguments: object) -> str:
 def test_a_dry_run_tells_what_would_leave_and_sends_nothing(place: Path) -> None:
     file = place / "k" / "sites" / "hill" / "site.yaml"
     told = shown("join", file, "--dry-run", place / "recipe.yaml")
-    assert {"model", "metrics", "predictions"} <= set(told.split())
+    assert {"model", "metrics", "final", "predictions"} <= set(told.split())
     assert max(map(len, told.splitlines())) <= 80
     rows = json.loads(shown("join", file, "--dry-run", place / "recipe.yaml", "--json"))["releases"]
-    assert {row["kind"] for row in rows} >= {"model", "metrics", "predictions"}
+    assert {row["kind"] for row in rows} >= {"model", "metrics", "final scores", "predictions"}
     assert not (file.parent / "state" / "releases.jsonl").exists()
 
 

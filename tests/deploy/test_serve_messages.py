@@ -31,7 +31,9 @@ from polyclinic.deploy.processes import open_server
 from polyclinic.deploy.provisioning.provision import rotate_site
 from polyclinic.deploy.serve import run_deployed
 from polyclinic.deploy.site.config import SiteConfig
+from polyclinic.deploy.site.participation import WITHHELD
 from polyclinic.deploy.status import WAITING, ServerStatus
+from polyclinic.federation import rounds
 from polyclinic.federation.engines import RemoteExecution
 from polyclinic.storage import messages
 from polyclinic.storage.run_folder import RunFolder
@@ -45,6 +47,10 @@ from tests.reporting.drawn import Page, report_page
 KITS = Path("k", "server", "server.yaml")
 WITHOUT_PREDICTIONS: dict[str, Any] = {
     "allow": {**EVERYTHING, "kinds": [k for k in EVERYTHING["kinds"] if k != "predictions"]}
+}
+
+WITHOUT_FIGURES: dict[str, Any] = {
+    "allow": {**EVERYTHING, "kinds": [k for k in EVERYTHING["kinds"] if k not in ("metrics", "predictions")]}
 }
 
 
@@ -259,26 +265,31 @@ def test_without_a_quorum_every_round_needs_all_and_a_lower_one_may_be_set_to_go
     assert run_deployed(recipe(rounds=3, quorum=2), there, SITES, tmp_path).summary.rounds == 3
 
 
-def test_predictions_that_were_kept_back_are_not_called_released_or_lost_updates(place: Path, tmp_path: Path) -> None:
-    crossing = Crossing(desks(place, "kept", **WITHOUT_PREDICTIONS))
+def test_figures_that_were_kept_back_are_not_called_released_or_lost_updates(place: Path, tmp_path: Path) -> None:
+    crossing = Crossing(desks(place, "kept", **WITHOUT_FIGURES))
     seen: list[tuple[str, Mapping[str, Any]]] = []
     there = RemoteExecution(MockEngine(crossing.answer), "mock")
-    summary = run_deployed(recipe(rounds=1), there, SITES, tmp_path, lambda *event: seen.append(event)).summary
+    summary = run_deployed(
+        recipe(rounds=1, evaluate__every=0), there, SITES, tmp_path, lambda *event: seen.append(event)
+    ).summary
     assert [summary.cost.refused, summary.cost.failed, summary.cost.withheld] == [0, 0, 3]
     caption = str(result_table(summary).caption)
-    assert "3 of 3 sites sent no predictions" in caption
-    assert "means of the sites' reports on their validation images" in caption
+    assert "No figure of the final model left a site" in caption
     assert "updates" not in caption
-    assert (
-        "| predictions | asked for after the last round; no site let them leave |"
-        in (tmp_path / "privacy.md").read_text()
-    )
+    page = (tmp_path / "privacy.md").read_text()
+    assert "| final scores | computed at each site after the last round; they stayed there |" in page
+    assert "| predictions | asked of no site, and none left a site |" in page
     told = [info for event, info in seen if event == "evaluated"]
-    assert all("does not let predictions leave" in info["why"] for info in told)
+    assert all(info["outcome"] == "withheld" and "does not let metrics leave" in info["why"] for info in told)
     assert len(told) == 3
-    assert "the site would not do it" in Page(report_page([tmp_path])).text("section", id="failures")
-    (row,) = (row for row in crossing.desks["hill"].preview_releases(recipe()) if row.kind == "predictions")
-    assert (row.when, row.bytes) == ("requested, but not allowed", 0)
+    status = board(place)
+    for info in told:
+        status.record_event("evaluated", info)
+    assert all(why.startswith("withheld: policy: ") for why in status.last_failures.values())
+    assert status.last_failures.keys() == set(SITES)
+    assert "hill told no scores of the final model" in Page(report_page([tmp_path])).text("section", id="failures")
+    rows = {row.kind: row for row in crossing.desks["hill"].preview_releases(recipe(evaluate__every=0))}
+    assert all((rows[kind].when, rows[kind].bytes) == (WITHHELD, 0) for kind in ("final scores", "predictions"))
 
 
 def test_predictions_of_some_sites_are_reported_as_such(place: Path, tmp_path: Path) -> None:
@@ -286,8 +297,33 @@ def test_predictions_of_some_sites_are_reported_as_such(place: Path, tmp_path: P
     there = RemoteExecution(MockEngine(Crossing(open_ones).answer), "mock")
     summary = run_deployed(recipe(rounds=1), there, SITES, tmp_path).summary
     (said,) = (row.protection for row in summary.released if row.kind == "predictions")
+    assert said.startswith("of test images only, once, in thousandths")
     assert "from harbour, lake;" in said
-    assert said.endswith("none came from hill")
+    assert summary.pooled_from == "scores", "predictions of some sites tell nothing of all"
+    assert summary.sites.keys() == set(SITES)
+    assert {site for site, _, _ in RunFolder(tmp_path).predictions()} == {"harbour", "lake"}
+
+
+def test_a_silent_site_is_not_waited_for_for_ever_after_the_last_round(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a quorum and without a deadline, over Flower's own messages."""
+    monkeypatch.setattr(rounds, "EVALUATION_PATIENCE", 5.0)
+    monkeypatch.setattr(rounds, "EVALUATION_ROUNDS", 0.0)
+    handlers = desks(place, "silent")
+    engine = engine_of({site: handlers[site].answer_message for site in SITES}, patience=math.inf)
+    grid = cast(MemoryGrid, engine.link)
+
+    def watch(event: str, info: Mapping[str, Any]) -> None:
+        if event == "round done":
+            grid.lost.add("hill")
+        if event == "evaluated" and info["site"] == "hill":
+            grid.lost.clear()
+
+    summary = run_deployed(recipe(rounds=1), RemoteExecution(engine, "flower"), SITES, tmp_path, watch).summary
+    assert summary.withheld == {"hill": "late: no reply within 5 s"}
+    assert summary.sites.keys() == {"harbour", "lake"}
+    assert summary.headline.images == "test images of 2 of 3 sites"
 
 
 def test_a_run_that_needs_all_sites_waits_for_absent_ones() -> None:
@@ -348,5 +384,5 @@ def test_who_uses_a_withdrawn_key_is_named(place: Path, tmp_path: Path) -> None:
         ((site, why),) = reception.board.refusals
     assert site == ""
     day = yaml.safe_load((kits / "server" / "revoked.yaml").read_text())["revoked"][0]["date"]
-    assert why == f"the key of hill that was rotated on {day}"
+    assert why == f"the key of hill that was rotated on {day}, from 127.0.0.1"
     assert "its key is not registered, or was revoked" in told[0]

@@ -13,15 +13,15 @@ from tests.deploy.example_sites import EVERYTHING, SITES, Crossing, desks, recip
 from tests.federation.mock_engine import MockEngine
 
 
-@pytest.mark.parametrize("predictions", [True, False])
-def test_a_deployed_run_is_tracked(home: Path, tmp_path: Path, predictions: bool) -> None:
+@pytest.mark.parametrize("figures", [True, False])
+def test_a_deployed_run_is_tracked(home: Path, tmp_path: Path, figures: bool) -> None:
     pytest.importorskip("tensorboard", reason="needs the extra tensorboard")
-    kinds = [kind for kind in EVERYTHING["kinds"] if predictions or kind != "predictions"]
-    crossing = Crossing(desks(home, f"{tmp_path.name}-{predictions}", allow={**EVERYTHING, "kinds": kinds}))
-    found = recipe(track="tensorboard")
+    kinds = [kind for kind in EVERYTHING["kinds"] if figures or kind not in ("metrics", "predictions")]
+    crossing = Crossing(desks(home, f"{tmp_path.name}-{figures}", allow={**EVERYTHING, "kinds": kinds}))
+    found = recipe(track="tensorboard", evaluate__every=int(figures))
     summary = run_deployed(found, RemoteExecution(MockEngine(crossing.answer), "mock"), SITES, tmp_path).summary
     told = TensorBoard(tmp_path).written_points()
-    rounds = set(range(found.rounds))
-    assert {step for name, step in told if name == f"site/{SITES[0]}/accuracy"} == rounds
-    assert (("test/accuracy", found.rounds) in told) == predictions
-    assert summary.headline.part == ("test" if predictions else "validation")
+    rounds = set(range(found.rounds + 1))
+    assert {step for name, step in told if name == f"site/{SITES[0]}/accuracy"} == (rounds if figures else set())
+    assert (("test/accuracy", found.rounds) in told) == figures
+    assert summary.headline.part == "test"

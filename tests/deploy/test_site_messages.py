@@ -32,6 +32,7 @@ from tests.deploy.example_sites import (
     TABLE,
     ApprovingHandler,
     Crossing,
+    answers_of,
     asked,
     beginning,
     config,
@@ -195,16 +196,20 @@ def test_files_and_folders_that_will_not_do_have_the_remedy_of_a_site(tmp_path: 
 
 @pytest.mark.parametrize("train", [True, False])
 def test_predictions_are_of_the_images_that_the_dry_run_names(train: bool, home: Path) -> None:
-    """Of test images only, whatever the server asks for."""
+    """Of test images alone; scores are of the parts that a simulation scores, others are refused to whoever asks."""
     found, state = recipe(rounds=1, evaluate__train=train), f"predictions {train}"
     row = previewed(found, config(home, "hill", f"{state} alone"))["predictions"]
     own = simulation(found, home).setup.dataset.sites["hill"]
-    assert re.findall(r"(\d+) (training|validation|test)", row.protection) == [(str(len(own.test)), "test")]
+    assert re.findall(r"(\d+) (training|validation|test) images", row.protection) == [(str(len(own.test)), "test")]
     crossing = Crossing(desks(home, state))
     rounds, outcome = deployed(found, home, crossing)
-    predictions = rounds.collect_predictions(outcome, predicted_parts(found))
-    assert predictions["hill"].keys() == {"global|test"}
+    told = answers_of(found, home, rounds, outcome)["hill"]
     assert crossing.desks["hill"].releases.read_entries()[-1]["kinds"]["predictions"] == row.bytes
+    assert told.predictions.keys() == {"global|test"}
+    simulated = simulation(found, home).run().summary.sites["hill"]["global"]
+    assert told.scores is not None
+    assert told.scores.models["global"].keys() == simulated.keys()
+    assert {part for part in simulated if part in ("train", "validation", "test")} == set(predicted_parts(found))
 
 
 def previewed(found: Recipe, site: SiteConfig) -> dict[str, ReleasePreview]:

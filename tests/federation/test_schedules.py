@@ -122,7 +122,7 @@ def test_early_stopping(stop: EarlyStop, script: list[float | None], rounds: int
 
 
 def test_progress_survives_json() -> None:
-    for progress in (Progress(), Progress(3, 1, 0.5, 2, 0.25, 1, True)):
+    for progress in (Progress(), Progress(3, 1, 0.5, 0.4, 2, 0.25, 0.2, 1, True)):
         assert Progress.from_json(progress.as_json()) == progress
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.core.errors import Refused
 from polyclinic.core.types import Bundle
+from polyclinic.evaluation.metrics import METRICS
 from polyclinic.federation.update_check import (
     LARGEST_COUNT,
     LARGEST_NUMBER,
@@ -117,16 +118,41 @@ def test_other_numbers_of_examples_are_refused(examples: object) -> None:
 
 
 def test_scalars_and_metrics_lie_within_what_can_be_weighed() -> None:
-    row = {"model": "m", "part": "validation", "n": LARGEST_COUNT, "loss": LARGEST_NUMBER}
+    row = {"model": "m", "part": "validation", "n": LARGEST_COUNT, "loss": 36.0, "accuracy": 1.0, "auc": 0.0}
     found = checked(MODEL, scalars={"a": LARGEST_NUMBER, "b": -LARGEST_NUMBER}, report=[row])
     assert found.update.scalars == {"a": LARGEST_NUMBER, "b": -LARGEST_NUMBER}
     assert found.report == [row]
     for value in (1.001 * LARGEST_NUMBER, -1.001 * LARGEST_NUMBER, 10**101):
         assert refusal(MODEL, scalars={"a": value}) == "scalars"
-        assert refusal(MODEL, report=[{**row, "loss": value}]) == "report"
     for n in (LARGEST_COUNT + 1, -1, 1.0, True):
         assert refusal(MODEL, report=[{**row, "n": n}]) == "report"
     assert checked(MODEL, report=[{**row, "n": 0}])
+
+
+def test_metrics_lie_in_their_ranges() -> None:
+    """The loss of one prediction is at most −log of the smallest probability that is told from 0: 36.04."""
+    row = {"model": "m", "part": "validation", "n": 1}
+    for name in METRICS:
+        most = 36.05 if name == "loss" else 1.0
+        assert checked(MODEL, report=[{**row, name: 0.0}]).report
+        assert checked(MODEL, report=[{**row, name: most - 0.02}]).report
+        for value in (-0.01, most + 0.01, 1e99):
+            assert refusal(MODEL, report=[{**row, name: value}]) == "report"
+
+
+def test_a_site_reports_on_no_more_images_than_it_registered() -> None:
+    row = {"model": "m", "part": "validation", "loss": 0.5}
+    wanted = replace(expected(MODEL), held={"train": 5, "validation": 6})
+    replies = [messages.encode({**FIELDS, "report": [{**row, "n": n}]}, MODEL) for n in (6, 7)]
+    assert check_update(replies[0], wanted).report
+    with pytest.raises(Refused, match="7 'validation' images where 6 are registered"):
+        check_update(replies[1], wanted)
+
+
+def test_a_variance_below_zero_is_refused() -> None:
+    like = {"buffers": {"norm.running_var": torch.ones(3)}}
+    assert checked(like).update
+    assert refusal({"buffers": {"norm.running_var": torch.tensor([1.0, -1e-9, 1.0])}}) == "norm"
 
 
 def test_a_name_in_a_report_may_have_two_hundred_letters() -> None:

@@ -107,6 +107,9 @@ class Algorithm(ABC):
     training: Training = Training()
     pooled: ClassVar[bool] = False
     """Whether it trains on the images of all sites in one place: a baseline, which hospitals cannot run."""
+    averages: ClassVar[bool] = False
+    """Whether `aggregate` makes the same of one update, which is the weighted mean of several, as of these: only then
+    can the updates be added up behind masks. Say so in the class that defines `aggregate`."""
     site_kinds: ClassVar[tuple[str, ...]] = ()
     """Kinds of a broadcast that differ between sites; all others are the same for all sites of a cluster."""
     unused_options: ClassVar[dict[str, tuple[str, ...]]] = {}
@@ -167,6 +170,17 @@ class Algorithm(ABC):
             state: The state before the round. It must not be changed in place.
             updates: The accepted updates in site order, one at a time. Average them by `BundleMean`; keep none.
         """
+
+    def averaged_kinds(self) -> tuple[str, ...]:
+        """Return the kinds of an update that `aggregate` averages, so that one far value can be bounded; () if none.
+
+        Parameters and buffers are measured from what the site received, other kinds from zero.
+        """
+        return WEIGHT_KINDS
+
+    def needs_single_updates(self) -> str:
+        """Return why `aggregate` needs the update of every site by itself, or "" if it uses their means alone."""
+        return ""
 
     def check_update(self, update: Update) -> None:  # noqa: B027  by default there is nothing to check
         """Raise `errors.Refused` if the update has valid shapes and values but cannot be right for this algorithm."""

@@ -109,15 +109,16 @@ def _render_metrics(run: ModelCatalogue, model: RunModel) -> Iterator[str]:
     part: Part = "test" if any("test" in scores for scores in by_site.values()) else "validation"
     lines = [[_escape_text(site), *_metric_cells(scores[part])] for site, scores in by_site.items() if part in scores]
     merged = summary.merged.get(model.key, {}).get(part)
+    means = " (AUC and ECE: means of sites)" if summary.pooled_from == "scores" else ""
     if merged and len(model.sites) == len(summary.site_sizes):
-        lines.append(["all together", *_metric_cells(merged)])
+        lines.append([f"all together{means}", *_metric_cells(merged)])
     held_out = summary.merged.get(HELD_OUT, {}).get("test")
     if held_out and model.name == next((name for name in (STUDENT, ENSEMBLE) if name in summary.merged), "global"):
         lines.append(["held-out, of no site", *_metric_cells(held_out)])
     if public := summary.public.get(model.name):
         lines.append(["public, of no site", *_metric_cells(public)])
     if not lines:
-        yield "No figure of this model is known: the sites withheld the predictions that would be needed."
+        yield "No figure of this model is known: its figures stayed at the sites."
         return
     yield f"On {part} images, with bootstrap intervals (95 %) over patients where predictions are known:"
     yield _render_table(["site", "images", *METRICS.values(), "calibration error (ECE)"], lines)

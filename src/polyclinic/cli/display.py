@@ -108,6 +108,8 @@ class Display:
             self.sites[info["site"]] = MARKS[info["outcome"]]
             if info["outcome"] != "accepted":
                 self.print_line(f"  round {info['round']}: {info['site']} {info['outcome']}: {info['why']}")
+        elif event == "outlier":
+            self.print_line(f"  round {info['round']}: {info['why']}")
         elif event == "round done":
             self._finish_round(info)
         elif event == "absent":
@@ -195,9 +197,9 @@ def result_table(summary: RunSummary) -> Table:
     table = titled_table(f"{summary.name}: {summary.rounds} rounds{early}, {best.images}", "site", *figures)
     for site in summary.sites:
         if here := summary.headline_at(site):
-            table.add_row(*map(Text, [site, *_method_cells(here)]))
+            table.add_row(*map(Text, [site, *format_scores(here)]))
     judged = f"public ({best.of})" if best.model == PUBLIC else f"all ({best.model})"
-    table.add_row(*map(Text, [judged, *_method_cells(best.scores)]), style="bold")
+    table.add_row(*map(Text, [judged, *format_scores(best.scores)]), style="bold")
     others = {
         "held-out": summary.merged.get(HELD_OUT, {}).get("test") if best.model != HELD_OUT else None,
         f"all ({STUDENT})": summary.merged.get(STUDENT, {}).get(best.part),
@@ -205,7 +207,7 @@ def result_table(summary: RunSummary) -> Table:
     }
     for name, scores in others.items():
         if scores and name != judged:
-            table.add_row(*map(Text, [name, *_method_cells(scores)]))
+            table.add_row(*map(Text, [name, *format_scores(scores)]))
     has_intervals = any(metric.low is not None for metric in best.scores.metrics.values())
     intervals = "; intervals over patients (bootstrap)" if has_intervals else ""
     notes = [privacy_line(summary.privacy)] if summary.privacy else []
@@ -217,12 +219,11 @@ def result_table(summary: RunSummary) -> Table:
 
 
 def _missing_notes(summary: RunSummary) -> list[str]:
-    """Return notes on sites that took no part, on predictions that were withheld, and on updates that were lost."""
+    """Return notes on sites that took no part, on figures that stayed at sites, and on updates that were lost."""
+    from polyclinic.reporting.remarks import describe_pooling
+
     notes = [f"without {site}: {why}" for site, why in summary.absent.items()]
-    if withheld := summary.cost.withheld:
-        notes.append(f"{withheld} of {len(summary.site_sizes)} sites sent no predictions; ledger.jsonl says why")
-        if summary.headline.part == "validation":
-            notes.append("so these are means of the sites' reports on their validation images in the last round")
+    notes += describe_pooling(summary)
     if lost := summary.cost.lost:
         notes.append(f"{lost} updates of sites were refused or lost; ledger.jsonl says why")
     return notes
@@ -258,7 +259,8 @@ def _estimate_cell(value: float, low: float, high: float) -> str:
     return strip_zeros(format_number(value) + interval)
 
 
-def _method_cells(scores: PartScores) -> list[str]:
+def format_scores(scores: PartScores) -> list[str]:
+    """Return the cells of images, accuracy, AUC, sensitivity and specificity."""
     intervals = [_estimate_cell(scores.value(name), *scores.interval(name)) for name in ("accuracy", "auc")]
     points = [_estimate_cell(scores.value(name), math.nan, math.nan) for name in ("recall", "specificity")]
     return [str(scores.n), *intervals, *points]

@@ -32,6 +32,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "demo": run.demo_command,
         "run": run.run_command,
         "resume": run.resume_command,
+        "rollback": run.rollback_command,
         "compare": run.compare_command,
         "reproduce": run.reproduce_command,
         "list": run.list_command,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.table import Column, Table
@@ -211,7 +211,21 @@ COLUMNS = {"ssim": "SSIM", "ssim_max": "max", "l2": "L2", "l2_min": "min", "belo
 
 
 def attack_command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a finished run.")],
+    where: Annotated[
+        str,
+        typer.Argument(metavar="DIR|RECIPE", help="The folder of a finished run; with --by crafted-weights a recipe."),
+    ],
+    by: Annotated[
+        Literal["interception", "crafted-weights"],
+        typer.Option(
+            help="An attacker who reads a finished run's messages, or a server that sends weights of its own making "
+            "from round 2 on."
+        ),
+    ] = "interception",
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="With --by crafted-weights: how many crafted rounds (default: all).")
+    ] = None,
+    settings: Settings = None,
     site: Annotated[
         list[str] | None, typer.Option(help="A site to attack. May be repeated (default: the first three sites).")
     ] = None,
@@ -237,7 +251,17 @@ def attack_command(
     device: Annotated[str | None, typer.Option(help="cpu, cuda or auto (default: as in the run).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Attack a finished run: reconstruct patients' images from features and, with --inversion, from gradients."""
+    """Attack a finished run: reconstruct patients' images from features and, with --inversion, from gradients.
+
+    With --by crafted-weights attack a recipe instead: play it as a hostile server, and count the training images that
+    it recovers from honest updates and, as if they were masked, from their sum.
+    """
+    if by == "crafted-weights":
+        _attack_as_server(where, rounds, settings, data, seed, as_json)
+        return
+    if rounds or settings:
+        raise RecipeError("--rounds and --set are for recipes; also give --by crafted-weights")
+    folder = Path(where)
     from polyclinic.analysis.attack.campaign import AttackOptions, attack_run
     from polyclinic.analysis.attack.decoder import DecoderTraining
     from polyclinic.analysis.attack.gradient_inversion import Search
@@ -261,7 +285,11 @@ def attack_command(
         result = attack_run(run, options, stream, status.update)
     if as_json:
         print_json(result)
-        return
+    else:
+        _print_attack(result, folder, inversion)
+
+
+def _print_attack(result: Mapping[str, Any], folder: Path, inversion: bool) -> None:
     out.print(feature_table(result))
     if inversion:
         out.print(gradient_table(result))
@@ -269,6 +297,27 @@ def attack_command(
     out.print(
         Text(f"written: {folder / 'attack'} (the figures show patients' images; do not share them)"), soft_wrap=True
     )
+
+
+def _attack_as_server(
+    where: str, rounds: int | None, settings: list[str] | None, data: Path | None, seed: int | None, as_json: bool
+) -> None:
+    """Play a recipe as a hostile server, and print what it recovers from single updates and from their sum."""
+    from polyclinic.analysis.attack.hostile_server import attack_recipe
+    from polyclinic.analysis.attack.metrics_probe import attack_metrics
+
+    recipe = polyclinic.Recipe.load(find_recipe(where), parse_settings(settings))
+    with err.status("playing the recipe as a hostile server"):
+        found = [attack_recipe(recipe, view, rounds, seed, data) for view in ("each", "sum")]
+        probe = attack_metrics(recipe, seed, data)
+    if as_json:
+        views = {one.view: one.as_json() for one in found}
+        print_json({"recipe": recipe.name, "by": "crafted-weights", **views, "metrics": probe and probe.as_json()})
+        return
+    for one in found:
+        out.print(Text(f"{recipe.name}: {one.sentence}"), soft_wrap=True)
+    if probe is not None:
+        out.print(Text(f"{recipe.name}: {probe.sentence}."), soft_wrap=True)
 
 
 def _check_clips(clip: float | None, noise: float, step_clip: float) -> None:

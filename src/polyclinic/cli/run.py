@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +24,7 @@ from polyclinic.cli.common import (
     parse_settings,
     plain_table,
     print_json,
+    print_message,
 )
 from polyclinic.cli.display import (
     SAME_COMMAND,
@@ -91,6 +93,28 @@ def resume_command(
         )
     recipe = polyclinic.Recipe.load(folder / "recipe.yaml", parse_settings(settings, track=track or None))
     _run_recipe(recipe, folder, data, as_json)
+
+
+def rollback_command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run that has not ended.")],
+    to: Annotated[int, typer.Option("--to", min=1, help="The round whose model the run goes on from.")],
+    as_json: Json = False,
+) -> None:
+    """Let a run go on from an earlier round, to undo what a site has done. Privacy charges are not taken back."""
+    from polyclinic.runs.rollback import roll_back
+
+    found = roll_back(folder, to)
+    if as_json:
+        print_json(asdict(found))
+        return
+    print_message(f"the run goes on from round {found.round}; rounds {found.round + 1} to {found.undone} are undone")
+    if not found.between_sites:
+        print_message(f"continue with: polyclinic resume {shlex.quote(str(folder))}")
+        return
+    print_message(
+        "at each site a person has to allow it: polyclinic site allow-round site.yaml "
+        f"{found.run} {found.round + 1}; then continue with the same serve command"
+    )
 
 
 def _run_recipe(recipe: polyclinic.Recipe, folder: Path, data: Path | None, as_json: bool) -> None:

@@ -60,6 +60,14 @@ def serve(
         float | None,
         typer.Option("--deadline", min=1, help="Seconds that a round waits for a site's reply (default: no limit)."),
     ] = None,
+    times_slower: Annotated[
+        float,
+        typer.Option(
+            "--times-slower",
+            min=1,
+            help="With a quorum: how many times as long as those that answered a silent site may take, from 10 min.",
+        ),
+    ] = 20,
     settings: Settings = None,
     data: Data = None,
     seed: Seed = None,
@@ -70,7 +78,7 @@ def serve(
     from polyclinic.deploy.config import ServerConfig
     from polyclinic.deploy.processes import open_server, terminate_as_interrupt
 
-    config, patience = ServerConfig.load(server), ServePatience(wait, deadline)
+    config, patience = ServerConfig.load(server), ServePatience(wait, deadline, times_slower)
     values = parse_settings(settings, seed=seed, track=track or None)
     console = Console(stderr=True, quiet=config.log == "json")
 
@@ -99,6 +107,8 @@ class ServePatience:
 
     wait: float | None
     deadline: float | None
+    times_slower: float = 20.0
+    """With a quorum: how many times as long as those that answered a silent site may take."""
 
 
 def _is_finished(recipe: polyclinic.Recipe, sites: list[str], folder: Path, as_json: bool) -> bool:
@@ -188,10 +198,13 @@ def _run_rounds(
     data: Path | None,
 ) -> RunResult:
     """Wait for sites, and run the recipe with the connected ones."""
+    from polyclinic.deploy.flower.silence import SilenceRule
     from polyclinic.deploy.serve import run_deployed
     from polyclinic.federation.engines import RemoteExecution
 
     board = reception.board
+    reception.engine.silence = SilenceRule(recipe.quorum, patience.times_slower)
+    reception.engine.report_silence = board.report_silence
     board.report, board.patient = display.print_line, recipe.quorum is None
     missing = reception.wait_for_sites(patience.wait, recipe.quorum, display.print_line)
     board.begin_enrolment(reception.link.connected_sites())
@@ -201,7 +214,8 @@ def _run_rounds(
         display.on_event(event, info)
 
     display.start_run(recipe, 0, 1)
-    remote, sites = RemoteExecution(reception.engine, "flower", patience.deadline), reception.link.registered_sites()
+    remote = RemoteExecution(reception.engine, "flower", patience.deadline, most_images=board.config.images)
+    sites = reception.link.registered_sites()
     return run_deployed(recipe, remote, sites, folder, watch, data, missing, reception.read_peers)
 
 
@@ -289,7 +303,8 @@ def _sites_table(found: Status) -> Table:
         counts = map(str, (good, sum(rounds["outcomes"].values()) - good))
         state = there["state"] if found["alive"] else "–"
         table.add_row(*map(Text, [site, state, _format_age(there["seen"]), *counts, *map(_format_megabytes, sizes)]))
-    notes = [f"{site} {why}" for kind in ("absent", "last failure") for site, why in found.get(kind, {}).items()]
+    kinds = ("absent", "last failure", "outlier", "silent")
+    notes = [f"{site} {why}" for kind in kinds for site, why in found.get(kind, {}).items()]
     versions = ((site, there["version"]) for site, there in found["sites"].items() if "version" in there)
     notes += [f"{site} runs polyclinic {version}, this server {polyclinic.__version__}" for site, version in versions]
     table.caption = Text("\n".join(notes)) if notes else None

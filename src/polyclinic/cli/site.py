@@ -22,11 +22,13 @@ import polyclinic
 from polyclinic.cli.common import (
     Json,
     find_recipe,
+    number_columns,
     out,
     plain_table,
     print_json,
     print_message,
 )
+from polyclinic.cli.display import format_scores
 from polyclinic.core import RecipeError
 from polyclinic.reporting.formatting import round_up
 
@@ -127,7 +129,7 @@ def _print_releases(handler: SiteMessageHandler, recipe: polyclinic.Recipe, as_j
     out.print(Text(f"SHA-256 of the recipe:\n{mark}"), soft_wrap=True)
 
 
-site_app = typer.Typer(no_args_is_help=True, help="A site's own people: approved recipes, key, log and machine.")
+site_app = typer.Typer(no_args_is_help=True, help="A site's own people: approvals, key, log, scores and machine.")
 SiteFile = Annotated[Path, typer.Argument(metavar="SITE.yaml", help="The configuration file in the site's kit.")]
 
 
@@ -182,6 +184,38 @@ def log_command(
             Text(f"{rows} rows, none changed or missing before the last; the chain ends in {chain or '–'}"),
             soft_wrap=True,
         )
+
+
+@site_app.command("scores")
+def scores_command(
+    site: SiteFile,
+    as_json: Json = False,
+) -> None:
+    """Show how the final models of all finished runs did on this site's own images, and what of it left the site."""
+    from polyclinic.deploy.site.config import SiteConfig
+    from polyclinic.deploy.site.scores import describe_release, read_kept_scores
+
+    config = SiteConfig.load(site)
+    found = read_kept_scores(config.folder)
+    if as_json:
+        print_json([kept.model_dump(mode="json") for kept in found])
+        return
+    if not found:
+        out.print(Text(f"{config.site} has taken part in no run that was evaluated yet"), soft_wrap=True)
+        return
+    table = plain_table(
+        Column("run", overflow="fold"),
+        "recipe",
+        "model",
+        *number_columns("n", "accuracy [95 %]", "AUC [95 %]", "sensit.", "specif."),
+    )
+    for kept in found:
+        cells = ["–"] * 5 if kept.judged is None else format_scores(kept.judged)
+        table.add_row(*map(Text, [kept.run, kept.recipe, kept.headline or "–", *cells]))
+    out.print(table)
+    for kept in found:
+        out.print(Text(f"{kept.time} {describe_release(kept)}"), soft_wrap=True)
+    out.print(Text(f"all metrics, parts and models: {config.folder / 'scores'}"), soft_wrap=True)
 
 
 @site_app.command("approve")
@@ -239,9 +273,10 @@ def _print_approvals(folder: Path) -> None:
     from polyclinic.deploy.site.policy import read_approvals
 
     known = read_approvals(folder)
-    table = plain_table("recipe", "approved", "by", Column("SHA-256", overflow="fold"))
+    table = plain_table("recipe", "approved", "by", "ran to its end", Column("SHA-256", overflow="fold"))
     for approval in known:
-        table.add_row(*map(Text, (approval.name, approval.date, approval.by, approval.digest)))
+        cells = approval.name, approval.date, approval.by, approval.finished or "not yet", approval.digest
+        table.add_row(*map(Text, cells))
     out.print(table if known else Text("no recipe is approved, so none can run here"))
 
 

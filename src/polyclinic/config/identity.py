@@ -11,9 +11,10 @@ from polyclinic.storage.run_folder import RunFolder
 
 def identity(recipe: Recipe) -> str:
     """Return the recipe reduced to the keys that determine the rounds. Two recipes with equal identity may resume
-    each other's folder. Left out: engine, track, about, paper, quorum and the options of finish."""
+    each other's folder. Left out: engine, track, about, paper, quorum, keep_snapshots and the options of finish."""
     finish = recipe.finish and RefinementOptions()
     reset = {"engine": EngineSection(), "about": "", "paper": {}, "finish": finish, "track": (), "quorum": 1}
+    reset |= {"keep_snapshots": 5}
     return recipe.model_copy(update=reset).to_yaml()
 
 

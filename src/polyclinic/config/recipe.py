@@ -38,6 +38,7 @@ from polyclinic.data import DATASETS
 from polyclinic.data.partitioning.partitions import PARTITIONS, Partition
 from polyclinic.data.splits import Fractions
 from polyclinic.evaluation.claims import Claim
+from polyclinic.federation.robust.rules import Aggregation
 from polyclinic.federation.schedules import EarlyStop, Schedule
 from polyclinic.models import MODELS
 from polyclinic.privacy.plan import PrivacyConfig
@@ -72,6 +73,7 @@ for _options in (
     PrivacyConfig,
     Schedule,
     EarlyStop,
+    Aggregation,
     Capability,
     ResourceShares,
     ResourceWeights,
@@ -155,7 +157,7 @@ class ClusterSection(ClosedSection):
 
 class EvaluateSection(ClosedSection):
     every: int = Field(1, ge=0)
-    bootstrap: int = Field(1000, ge=0)
+    bootstrap: int = Field(1000, ge=0, le=100_000)
     train: bool = True
     """Also predict the training images after the last round, which gives the generalisation gap."""
     forgetting: bool = False
@@ -200,6 +202,8 @@ class Recipe(ClosedSection):
     cohort_order: Literal["random", "cyclic"] = "random"
     quorum: int | None = Field(None, ge=1)
     max_norm: float = Field(1e6, gt=0)
+    aggregate: Annotated[Aggregation, NAME_ALONE] = Aggregation()
+    """How the updates of a round are combined, and what one site can do to the result."""
     evaluate: EvaluateSection = EvaluateSection()
     engine: EngineSection = EngineSection()
     stages: list[NamedSection] = Field(default_factory=list)
@@ -207,6 +211,8 @@ class Recipe(ClosedSection):
     privacy: PrivacyConfig | None = None
     """The privacy budget, and whom it protects."""
     snapshot_every: int = Field(1, ge=1)
+    keep_snapshots: int = Field(5, ge=2)
+    """Snapshots to which `polyclinic rollback` can go back, while the disk has room."""
     track: Track = ()
     methods: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """For comparisons: the name of each method and the (dotted) keys that it sets on top of this recipe."""

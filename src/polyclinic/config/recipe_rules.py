@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator
@@ -15,7 +16,9 @@ from polyclinic.algorithms.distillation.refine import RefinementOptions
 from polyclinic.algorithms.distillation.shapley import MOST_PLAYERS
 from polyclinic.config.capability import check_thresholds
 from polyclinic.evaluation.metrics import METRICS
+from polyclinic.federation.robust.rules import CENTRES, USED_OPTIONS, Aggregation
 from polyclinic.privacy.plan import config_problems
+from polyclinic.privacy.transforms.mask import Mask
 
 TAKEN = ("global", "personal", "student", "ensemble", "public", "transfer", "clock")
 if TYPE_CHECKING:
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
 def find_problems(recipe: Recipe) -> Iterator[str]:
     """Yield the problems that can be seen in the recipe alone."""
-    for check in (_check_schedule, _check_engine, _check_privacy, _check_clusters, _unused_options):
+    for check in (_check_schedule, _check_engine, _check_privacy, _check_clusters, _check_masks, _unused_options):
         yield from check(recipe)
 
 
@@ -71,6 +74,13 @@ def check_algorithm(recipe: Recipe, algorithm: Algorithm) -> Iterator[str]:
             (recipe.evaluate.forgetting, f"{own_way} evaluate.forgetting: false, or algorithm.variant: corrected"),
             (recipe.ensemble, f"{own_way} ensemble: false, or algorithm.variant: corrected"),
         )
+    if any(stage.name == "mask" for stage in recipe.stages) and not averages(type(algorithm)):
+        known = ", ".join(sorted(n for n, kind in ALGORITHMS.items() if averages(kind) and not kind.pooled))
+        yield (
+            f"{name} needs every site's update by itself, and behind masks the server sees only their weighted mean; "
+            f"choose one of {known}, or leave the stage mask out"
+        )
+    yield from _check_aggregate(recipe, algorithm)
     # A stage may name only kinds of tensors that sites send. Where they send nothing, stages have no effect.
     sent = [exchange.kind for exchange in algorithm.exchanges()]
     for stage in recipe.stages if sent else ():
@@ -80,6 +90,45 @@ def check_algorithm(recipe: Recipe, algorithm: Algorithm) -> Iterator[str]:
                     f"stages: {stage.name}.kinds has {kind!r:.40}, which sites of {recipe.algorithm.name} do not send"
                     f"{format_suggestion(kind, sent)}; they send: {', '.join(sent)}"
                 )
+
+
+def _check_aggregate(recipe: Recipe, algorithm: Algorithm) -> Iterator[str]:
+    """Yield the problems of the rule by which updates are combined."""
+    rule = recipe.aggregate
+    for option in (f.name for f in fields(rule) if f.name not in ("name", *USED_OPTIONS[rule.name])):
+        if getattr(rule, option) != getattr(Aggregation, option):
+            yield f"aggregate.{option} has no effect with {rule.name}; leave it out, or change aggregate.name"
+    if rule.name in CENTRES:
+        why = "an ensemble keeps the model of every site" if recipe.ensemble else algorithm.needs_single_updates()
+        server_noise = (
+            recipe.privacy is not None and recipe.privacy.unit == "site" and recipe.privacy.noise_at == "server"
+        )
+        yield from _select_broken(
+            (
+                why,
+                f"aggregate: {rule.name} replaces all updates of a cohort by one, but {why}; set aggregate: norm_bound",
+            ),
+            (
+                any(stage.name == "mask" for stage in recipe.stages),
+                f"aggregate: {rule.name} compares single updates, which the server does not see behind masks; set "
+                "aggregate: norm_bound or mean, or leave the stage mask out",
+            ),
+            (
+                server_noise,
+                f"the noise of privacy.noise_at: server is priced for a mean, not for {rule.name}; set "
+                "aggregate: mean, or privacy.noise_at: site",
+            ),
+        )
+
+
+def averages(algorithm: type[Algorithm]) -> bool:
+    """Whether the class that defines `aggregate` says that it takes the weighted mean for several updates."""
+    for kind in algorithm.__mro__:
+        if "averages" in vars(kind):
+            return algorithm.averages
+        if "aggregate" in vars(kind):
+            return False
+    return False
 
 
 def _refuse_flower(engine: Any) -> Any:
@@ -205,6 +254,42 @@ def _check_clusters(recipe: Recipe) -> Iterator[str]:
             "`public: {name: mias}`, or set algorithm.head_epochs: 0 to do without",
         ),
     )
+
+
+def _check_masks(recipe: Recipe) -> Iterator[str]:
+    """Yield what cannot go with masks, behind which the server sees sums only."""
+    names = [stage.name for stage in recipe.stages]
+    if "mask" not in names:
+        return
+    options, privacy, cohort = recipe.stages[names.index("mask")].options, recipe.privacy, recipe.cohort
+    by_site = privacy is not None and privacy.unit == "site"
+    yield from _select_broken(
+        (len(names) > 1, "mask makes integers of updates by itself; leave the other stages out"),
+        (recipe.clusters, "masks hide updates in the sum of all sites, and a cluster may be small; set clusters: {}"),
+        (recipe.ensemble, "ensemble keeps every site's model, which masks hide from the server; set ensemble: false"),
+        (
+            recipe.evaluate.forgetting,
+            "evaluate.forgetting has sites send numbers beside their updates; set it to false, or leave mask out",
+        ),
+        (
+            privacy is not None and privacy.weigh_by_noise,
+            "privacy.weigh_by_noise needs the server to weigh single updates, which masks hide; set it to false",
+        ),
+        (
+            by_site and privacy is not None and privacy.noise_at == "server",
+            "masks are for a server that is not trusted, and privacy.noise_at: server trusts it; set noise_at: site",
+        ),
+        (
+            by_site and options.get("threshold") is None,
+            "the noise of a plan for unit site is split among the sites that survive a round; give mask.threshold",
+        ),
+        (
+            by_site and options.get("masks") is False,
+            "noise that is split among sites protects a sum only, and masks: false shows single updates; leave it out",
+        ),
+    )
+    if cohort is not None and (problem := Mask(**options).problem_with(cohort)):
+        yield f"cohort: {problem}"
 
 
 def _check_engine(recipe: Recipe) -> Iterator[str]:

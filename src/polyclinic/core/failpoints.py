@@ -32,6 +32,17 @@ FAILPOINTS = (
     "chain-key-moved",
     "run-begun",
     "order-recorded",
+    "keys-made",
+    "secrets-shared",
+    "update-masked",
+    "survivors-recorded",
+    "shares-revealed",
+    "keys-collected",
+    "shares-collected",
+    "masked-update-added",
+    "updates-collected",
+    "survivors-agreed",
+    "sum-unmasked",
 )
 
 _name, _left = "", 0

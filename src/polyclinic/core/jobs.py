@@ -106,6 +106,13 @@ class Update:
     scalars: Mapping[str, float] = field(default_factory=dict)
     precision: float = 1.0
     """A factor on its weight in a mean: 1/σ², relative to the site with the least noise."""
+    members: tuple[SiteId, ...] = ()
+    """The sites whose mean this is, where they were added up behind masks; () stands for `site` alone."""
+
+    @property
+    def sites(self) -> tuple[SiteId, ...]:
+        """The sites that this update comes from."""
+        return self.members or (self.site,)
 
 
 Updates: TypeAlias = Iterable[Update]
@@ -139,6 +146,8 @@ class Exchange:
     like: str
     protection: Unprotected = Unprotected("no privacy plan in this recipe")
     optional: bool = False
+    weighted: bool = True
+    """Whether sites count by their weight in the mean of this kind; false: all alike."""
 
 
 @dataclass(frozen=True)
@@ -166,3 +175,5 @@ class Federation:
     """The names in `initial` of parameters and statistics of normalisation layers."""
     features: tuple[int, ...] = ()
     """The shape of the extractor's output for one image."""
+    held: Mapping[SiteId, Mapping[Part, int]] = field(default_factory=dict)
+    """The images of each part that the sites registered, where known."""

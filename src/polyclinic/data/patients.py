@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +20,28 @@ def is_named(patient: str) -> bool:
     return bool(patient) and not patient.startswith(UNNAMED)
 
 
+@runtime_checkable
+class PatientCounts(Protocol):
+    """Images of which only numbers are known, as those of another machine."""
+
+    largest: int
+    """The images of the patient who has most."""
+    unnamed: int
+    """The images whose patient is not named."""
+
+
 def count_unnamed(examples: Examples) -> int:
     """Count the images whose patient is not named."""
+    if isinstance(examples, PatientCounts):
+        return min(examples.unnamed, len(examples))
     return len(examples) if examples.patients is None else sum(not is_named(name) for name in examples.patients)
 
 
-def max_images_per_patient(patients: Sequence[str] | None) -> int:
+def max_images_per_patient(examples: Examples) -> int:
     """Return the number of images of the patient who has most."""
-    return max(Counter(patients).values()) if patients else 1
+    if isinstance(examples, PatientCounts):
+        return max(1, min(examples.largest, len(examples) - count_unnamed(examples)))
+    return max(Counter(examples.patients).values()) if examples.patients else 1
 
 
 def spread_group(patients: Sequence[str], most: int) -> Indices:

@@ -71,6 +71,15 @@ class ServerSection(BaseModel):
 
     host: str
     port: int = Field(default=9443, ge=1, le=65535)
+    listen: str = ""
+    """HOST:PORT to listen on, if sites reach the server by another address or port; "": every interface, on `port`."""
+
+    @field_validator("listen")
+    @classmethod
+    def _check_listen(cls, address: str) -> str:
+        if address:
+            split_host_port(address)
+        return address
 
     @field_validator("host")
     @classmethod
@@ -137,6 +146,8 @@ class ServerConfig(BaseModel):
     folder: Path = Field(default=Path("state"), strict=False)
     sites: Mapping[SiteId, Annotated[Path, Field(strict=False)]]
     """The file of each site's public key."""
+    images: Mapping[SiteId, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """The most images, of all parts together, that a site may register: as many as its people have told you of."""
     insecure: bool = False
     """Serve without TLS: for rehearsals on one machine."""
     listen: str = ""
@@ -174,6 +185,12 @@ class ServerConfig(BaseModel):
             name: here / getattr(config, name) for name in ("certificate", "key", "ca", "revoked", "peers", "folder")
         }
         return config.model_copy(update={**places, "sites": {site: here / key for site, key in config.sites.items()}})
+
+    @model_validator(mode="after")
+    def _check_images(self) -> Self:
+        for site in self.images.keys() - self.sites.keys():
+            raise ValueError(f"images names {site!r}, which is not among sites; correct one of them")
+        return self
 
     @model_validator(mode="after")
     def _check_loopback(self) -> Self:

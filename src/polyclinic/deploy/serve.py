@@ -12,7 +12,17 @@ from typing import TypeAlias
 
 from polyclinic.config.identity import check_same_recipe
 from polyclinic.config.recipe import Recipe
-from polyclinic.core import PROTOCOL, Failure, RecipeError, Refused, RoundFailed, SiteId, StoreError, __version__
+from polyclinic.core import (
+    PROTOCOL,
+    EngineError,
+    Failure,
+    RecipeError,
+    Refused,
+    RoundFailed,
+    SiteId,
+    StoreError,
+    __version__,
+)
 from polyclinic.data import DATASETS
 from polyclinic.deploy.cohort import ServerCohort, hash_terms
 from polyclinic.deploy.provisioning.peer_list import peer_keys
@@ -69,13 +79,14 @@ def run_deployed(
         return read_result(folder, recipe)
     profiles, absent = enrol_sites(recipe, remote, sites, folder, watch, missing or {}, read_peers)
     announced = AnnouncedEngine(remote.engine, remote.deadline, read_peers)
-    remote = replace(remote, engine=announced, absent=absent)
+    listed = read_peers()
+    keys = None if listed is None else peer_keys(listed)
+    remote = replace(remote, engine=announced, absent=absent, peers=keys)
     experiment = Experiment(recipe, folder, data, watch, RemoteSites.from_profiles(profiles), remote)
     announced.announcement = begin = _begin_fields(experiment)
-    if (peers := read_peers()) is not None:
+    if listed is not None and keys is not None:
         statements, algorithm = RunFolder(folder).statements, experiment.setup.algorithm
-        run, keys = experiment.run_id(), peer_keys(peers)
-        federation = str(peers["federation"])
+        run, federation = experiment.run_id(), str(listed["federation"])
         announced.cohort = ServerCohort(federation, run, statements, algorithm, keys, hash_terms(begin))
     write_json(RunFolder(folder).enrolment, {site: card.model_dump(mode="json") for site, card in profiles.items()})
     result = run_tracked(experiment)
@@ -209,6 +220,14 @@ class Enrolment:
                 self.least_sites[site] = least if type(least) is int else 1
             except Refused as refusal:
                 self.exclude_site(site, Failure("refused", str(refusal)))
+        for site in [site for site in profiles if site in self.remote.most_images]:
+            told, most = profiles[site].images, self.remote.most_images[site]
+            if told > most:
+                del profiles[site]
+                why = (
+                    f"it tells {told} images where {most} are registered; correct images in server.yaml, or ask it why"
+                )
+                self.exclude_site(site, Failure("refused", why))
         odd = find_misfits({site: profiles[site] for site in sites if site in profiles})
         self.profiles = {site: profiles[site] for site in sites if site in profiles and site not in odd}
         for site, why in odd.items():
@@ -339,7 +358,12 @@ class AnnouncedEngine:
 
     def _look_for_other_peers(self) -> None:
         """If the list of sites has changed, announce the run again with the new one: keys may have been rotated."""
-        peers = self.read_peers()
+        try:
+            peers = self.read_peers()
+        except EngineError:  # while a new kit is being copied, the former list holds
+            if self._peers is None:
+                raise
+            return
         if peers is not None and self.cohort is not None and peers != self._peers:
             self._peers, self.cohort.peers = peers, peer_keys(peers)
             self.ready.clear()

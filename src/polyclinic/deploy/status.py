@@ -86,6 +86,10 @@ class ServerStatus:
         self.notifier = Notifier(config.notify)
         self.absent: dict[SiteId, str] = {}
         self.last_failures: dict[SiteId, str] = {}
+        self.outliers: dict[SiteId, str] = {}
+        """The last sentence about each site whose update was far from the others'."""
+        self.silent: dict[SiteId, str] = {}
+        """A sentence about each connected site that has not answered for long."""
         self.report = self.report_between_runs = report
         """Is called with a sentence when a site disconnects or reconnects, once all have joined, or keys change."""
         self.patient = False
@@ -134,10 +138,20 @@ class ServerStatus:
         elif event == "absent":
             self.log.warning("%s did not enrol: %s: %s", info["site"], info["kind"], info["why"])
             self.absent[info["site"]] = f"{info['kind']}: {info['why']}"
+        if event in ("site", "evaluated"):
+            self.silent.pop(info["site"], None)
+        if event == "outlier":
+            self.log.warning("round %s: %s", info["round"], info["why"])
+            self.outliers[info["site"]] = f"round {info['round']}: {info['why']}"
         elif event in ("site", "evaluated") and info.get("outcome", "accepted") != "accepted":
             when, why = f"round {info['round']}" if event == "site" else "after the last round", info.get("why", "")
             self.log.warning("%s: %s %s: %s", when, info["site"], info["outcome"], why)
             self.last_failures[info["site"]] = f"{info['outcome']}: {why}"
+
+    def report_silence(self, site: SiteId, sentence: str) -> None:
+        """Say that a connected site has not answered for long, on the terminal, in the log and in the status."""
+        self.silent[site] = sentence.removeprefix(f"{site} ")
+        self.say(sentence)
 
     def say(self, sentence: str) -> None:
         """Report a sentence on the terminal and in the log."""
@@ -176,6 +190,8 @@ class ServerStatus:
             **self.facts,
             **({"absent": self.absent} if self.absent else {}),
             **({"last failure": self.last_failures} if self.last_failures else {}),
+            **({"silent": self.silent} if self.silent else {}),
+            **({"outlier": self.outliers} if self.outliers else {}),
             "sites": {site: _site_presence(link, site, running) for site in self.config.sites},
             "refusals": refusals,
             "warnings": list(self.warnings),

@@ -13,6 +13,8 @@ from polyclinic.evaluation.summary import MODEL_DESCRIPTIONS, Headline, Metric, 
 from polyclinic.evaluation.task import Task
 
 UNKNOWN = (math.nan, math.nan)
+TRANSFER = "transfer"
+"""Names the models of other sites, together."""
 Groups = Mapping[str, Predictions]
 """Predictions by `model|part`."""
 
@@ -37,15 +39,33 @@ def assess_predictions(
     `held_out`: predictions on test images that belong to no site. `resamples`: of the bootstrap, which draws from
     `stream`; 0: no intervals.
     """
-    found = {s: {k: task.read_predictions(t, s) for k, t in groups.items()} for s, groups in predictions.items()}
-    for site, groups in found.items():
-        groups |= _transfer_predictions(groups, site, found)
+    found = {site: read_groups(task, groups, site, predictions) for site, groups in predictions.items()}
     sites = {site: _assess_models(task, groups, resamples, stream.child(site)) for site, groups in found.items()}
     pooled = _merge_by_key(pair for groups in found.values() for pair in groups.items())
     merged = _assess_models(task, pooled, resamples, stream.child("merged"))
     if held_out is not None:
         merged[HELD_OUT] = {"test": assess_part(task, held_out, "test", resamples, stream.child("held-out"))}
     return Assessment(sites, merged)
+
+
+def assess_site(
+    task: Task, groups: Bundle, site: SiteId, sites: Collection[SiteId], resamples: int, stream: Stream
+) -> SiteScores:
+    """Score one site's predictions as `assess_predictions` does, with the same draws of the bootstrap, and with the
+    details of every part. `sites`: all sites of the run, whose models may be among those that predicted."""
+    found = read_groups(task, groups, site, sites)
+    scores = _assess_models(task, found, resamples, stream.child(site))
+    for key, predictions in found.items():
+        model, _, part = key.partition("|")
+        details = {"details": task.details(predictions)}
+        scores[model][_PARTS[part]] = scores[model][_PARTS[part]].model_copy(update=details)
+    return scores
+
+
+def read_groups(task: Task, groups: Bundle, site: SiteId, sites: Collection[SiteId]) -> dict[str, Predictions]:
+    """Return one site's predictions by `model|part`, and those of other sites' models together."""
+    found = {key: task.read_predictions(tensors, site) for key, tensors in groups.items()}
+    return found | _transfer_predictions(found, site, sites)
 
 
 def assess_part(
@@ -99,20 +119,23 @@ def choose_headline(
         return Headline(model=PUBLIC, part="test", of=best, scores=public[best])
     parts: tuple[Part, ...] = ("test", "validation")
     for part in parts:
-        for model in (wanted, *MODEL_DESCRIPTIONS) if wanted else MODEL_DESCRIPTIONS:
-            if part in merged.get(model, {}):
-                of = next((name for name in ("student", "ensemble") if name in merged), "global")
-                return Headline(
-                    model=model, part=part, of=of if model == HELD_OUT else None, scores=merged[model][part]
-                )
+        if (model := choose_model(merged, part, wanted)) is not None:
+            of = next((name for name in ("student", "ensemble") if name in merged), "global")
+            return Headline(model=model, part=part, of=of if model == HELD_OUT else None, scores=merged[model][part])
     raise DataError("no site has a test or validation image, so nothing can be reported; raise data.split.test")
+
+
+def choose_model(scores: SiteScores, part: Part, wanted: str | None = None) -> str | None:
+    """Return the name of the model that is judged on this part; None if no model was scored on it."""
+    names = (wanted, *MODEL_DESCRIPTIONS) if wanted else MODEL_DESCRIPTIONS
+    return next((name for name in names if part in scores.get(name, {})), None)
 
 
 def _transfer_predictions(groups: Groups, site: SiteId, sites: Collection[SiteId]) -> dict[str, Predictions]:
     """Predictions of models that were trained at other sites, together."""
     keys = ((key, *key.split("|", 1)) for key in groups)
     transferred = ((part, groups[key]) for key, model, part in keys if model != site and model in sites)
-    return {f"transfer|{part}": value for part, value in _merge_by_key(transferred).items()}
+    return {f"{TRANSFER}|{part}": value for part, value in _merge_by_key(transferred).items()}
 
 
 def _merge_by_key(predictions: Iterable[tuple[str, Predictions]]) -> dict[str, Predictions]:

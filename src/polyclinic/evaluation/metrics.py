@@ -31,6 +31,8 @@ Floats: TypeAlias = NDArray[np.float64]
 BINS = 15
 SMALLEST = float(np.finfo(np.float64).eps)
 """Probabilities below this count as this in the loss, as in scikit-learn's log_loss."""
+RANGE_TOLERANCE = 1e-6
+"""Beyond the range of a metric, for rounding."""
 SUM_TOLERANCE = 1e-2
 """Wide enough for a softmax in half precision, narrow enough to catch logits."""
 
@@ -216,6 +218,12 @@ METRICS: Mapping[str, Callable[[_WeightedCounts], Floats]] = {
     "ece": _calibration_error,
 }
 """scikit-learn has most of these, at some fifty times the cost for one small site; the tests compare."""
+
+
+def is_possible(name: str, value: float) -> bool:
+    """Return whether a metric can have this value: none is negative, and only the loss can exceed 1."""
+    largest = -math.log(SMALLEST) if name == "loss" else 1.0
+    return -RANGE_TOLERANCE <= value <= largest + RANGE_TOLERANCE
 
 
 def _curve_areas(score: Floats, positive: NDArray[np.bool_], weights: Floats) -> tuple[Floats, Floats]:

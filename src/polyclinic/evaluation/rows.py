@@ -45,6 +45,12 @@ class SiteOutcome(Row):
     cluster: str = ""
     drift: float | None = None
     """‖w_k − w‖₂, the distance between the weights sent and the weights received."""
+    outlier: str | None = None
+    """What was done with an update that was far from the others': "scaled down", "left out" or "outvoted" …"""
+    ratio: float | None = None
+    """… and its distance from what was sent, as a multiple of the cohort's median."""
+    outlier_rounds: int = 0
+    """The rounds running in which the site was an outlier, this one included."""
     scalars: dict[str, float] = {}
     extra: list[str] = []
     """Kinds of further messages that were refused."""
@@ -104,7 +110,15 @@ class ResumeRow(Row):
     round: int
 
 
+class RollbackRow(Row):
+    """The run went back to the snapshot of `round`; `undone`: the last round that is played again."""
+
+    event: Literal["rolled back"] = "rolled back"
+    round: int
+    undone: int
+
+
 MetricRow: TypeAlias = TrainRow | EvaluateRow
-LedgerRow: TypeAlias = ChargeRow | CostRow | ResumeRow
+LedgerRow: TypeAlias = ChargeRow | CostRow | ResumeRow | RollbackRow
 METRIC_ROW: TypeAdapter[MetricRow] = TypeAdapter(Annotated[MetricRow, Field(discriminator="event")])
 LEDGER_ROW: TypeAdapter[LedgerRow] = TypeAdapter(Annotated[LedgerRow, Field(discriminator="event")])

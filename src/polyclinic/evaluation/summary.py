@@ -76,6 +76,11 @@ def generalisation_gap(scores: ModelScores, metric: str) -> float:
     return train.value(metric) - validation.value(metric) if train and validation else math.nan
 
 
+PooledFrom: TypeAlias = Literal["predictions", "rounded predictions", "scores", "reports", "nothing"]
+"""Whence the figures of all sites together come: predictions of all images (in a simulation), predictions that sites
+rounded, the sites' own scores, their last reports on validation images, or nothing, as all figures stayed at home."""
+
+
 class Headline(SummaryPart):
     """The model that a run is judged by, and its scores on the images of all sites together."""
 
@@ -83,6 +88,8 @@ class Headline(SummaryPart):
     part: Part
     of: str | None = None
     """The model that was tested, where `model` names the test images: "held-out" or "public"."""
+    whose: str | None = None
+    """The sites whose images these are, in words; None: all sites."""
     scores: PartScores
 
     def __getitem__(self, name: str) -> Metric:
@@ -91,7 +98,11 @@ class Headline(SummaryPart):
     @property
     def images(self) -> str:
         """A description of the images that it was measured on."""
-        return f"{self.model} test images" if self.model in (HELD_OUT, PUBLIC) else f"{self.part} images of all sites"
+        return (
+            f"{self.model} test images"
+            if self.model in (HELD_OUT, PUBLIC)
+            else f"{self.part} images of {self.whose or 'all sites'}"
+        )
 
     @property
     def model_description(self) -> str:
@@ -109,7 +120,7 @@ class Cost(SummaryPart):
     refused: int = 0
     failed: int = 0
     withheld: int = 0
-    """Sites that sent no predictions after the last round."""
+    """Sites that told no scores after the last round."""
     run_seconds: float | None = None
     """From the start of the command to the result."""
 
@@ -277,6 +288,10 @@ class RunSummary(SummaryPart):
     released: list[ReleasedKind] = []
     absent: dict[SiteId, str] = {}
     """Sites that took no part, and why."""
+    pooled_from: PooledFrom = "predictions"
+    """Whence the figures of all sites together come."""
+    withheld: dict[SiteId, str] = {}
+    """Sites that told no scores after the last round, and why."""
     warnings: list[str] = []
     site_classifier_accuracy: float | None = None
     """Measured where a claim asks for it."""

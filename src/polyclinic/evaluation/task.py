@@ -4,10 +4,11 @@
 and comparisons then find its metrics by name.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from pydantic import JsonValue, TypeAdapter
 from torch import Tensor
 
 from polyclinic.core import SiteId, Tensors
-from polyclinic.evaluation.metrics import Floats, Predictions, confusion_matrix, weighted_metrics
+from polyclinic.evaluation.metrics import SMALLEST, Floats, Predictions, confusion_matrix, weighted_metrics
 from polyclinic.evaluation.summary import PartScores, RunSummary
 
 _STRINGS = TypeAdapter(list[str])
@@ -33,6 +34,11 @@ class MetricInfo:
     higher_is_better: bool = True
     has_interval: bool = False
     """Whether its bootstrap interval is computed on test images."""
+    pooled_by: Literal["counts", "images", "sites"] = "counts"
+    """How sites that keep their predictions give it for all images together: from their added counts, as a mean over
+    images, or only as a mean of the sites' own figures, which is another figure than that of all images."""
+    largest: float = 1.0
+    """The largest value that it can have; the smallest is 0."""
 
 
 class Task(ABC):
@@ -67,6 +73,10 @@ class Task(ABC):
     def details(self, predictions: Predictions) -> dict[str, JsonValue]:
         """Return what the summary of a test part holds beside its metrics."""
 
+    @abstractmethod
+    def measure_counts(self, counts: Sequence[Sequence[int]]) -> dict[str, float]:
+        """The metrics that follow from the counts in `details` alone (`pooled_by: counts`); NaN where undefined."""
+
     def successes(self, predictions: Predictions) -> NDArray[np.int64] | None:
         """1 for each image that the main metric counts as right, else 0; None where it is no mean over images."""
         return None
@@ -89,7 +99,7 @@ class Classification(Task):
 
     name = "classification"
     metrics = (
-        MetricInfo("loss", "loss", higher_is_better=False),
+        MetricInfo("loss", "loss", higher_is_better=False, pooled_by="images", largest=-math.log(SMALLEST)),
         MetricInfo("accuracy", "accuracy", has_interval=True),
         MetricInfo("balanced_accuracy", "balanced accuracy", has_interval=True),
         MetricInfo("precision", "precision"),
@@ -100,9 +110,9 @@ class Classification(Task):
         MetricInfo("recall_macro", "recall (macro)"),
         MetricInfo("f1_macro", "F1 (macro)"),
         MetricInfo("f1_weighted", "F1 (weighted)"),
-        MetricInfo("auc", "AUC", has_interval=True),
-        MetricInfo("pr_auc", "PR-AUC", has_interval=True),
-        MetricInfo("ece", "calibration error (ECE)", higher_is_better=False),
+        MetricInfo("auc", "AUC", has_interval=True, pooled_by="sites"),
+        MetricInfo("pr_auc", "PR-AUC", has_interval=True, pooled_by="sites"),
+        MetricInfo("ece", "calibration error (ECE)", higher_is_better=False, pooled_by="sites"),
     )
     main_metric = "accuracy"
     ranking_metric = "auc"
@@ -126,6 +136,14 @@ class Classification(Task):
 
     def successes(self, predictions: Predictions) -> NDArray[np.int64]:
         return np.asarray(predictions.probabilities.argmax(axis=1) == predictions.labels, dtype=np.int64)
+
+    def measure_counts(self, counts: Sequence[Sequence[int]]) -> dict[str, float]:
+        """`counts`: by true class (rows) and predicted class (columns). Each cell is an example of that weight."""
+        table = np.asarray(counts, dtype=np.float64)
+        truth, called = np.divmod(np.arange(table.size), len(table))
+        cells = Predictions(np.eye(len(table))[called], truth)
+        names = [info.name for info in self.metrics if info.pooled_by == "counts"]
+        return {name: float(value[0]) for name, value in weighted_metrics(cells, table.reshape(1, -1), names).items()}
 
     def details(self, predictions: Predictions) -> dict[str, JsonValue]:
         return {"confusion": _COUNTS.dump_python(confusion_matrix(predictions.probabilities, predictions.labels))}

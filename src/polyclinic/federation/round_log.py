@@ -1,10 +1,12 @@
 """The log of one round: what every site sent, the outcome, and the metrics it reported of the model it received."""
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from polyclinic.core import HELD_OUT, Refused, SiteId
-from polyclinic.evaluation.rows import SiteOutcome
+from polyclinic.evaluation.rows import CostRow, LedgerRow, SiteOutcome
+from polyclinic.federation.robust.rules import FEWEST, PLAIN_MEAN, Aggregation, cap_weights
 from polyclinic.federation.update_check import ReportRow, is_number
 
 
@@ -46,13 +48,38 @@ def accepted_fields(
     return found if drift is None else found | {"drift": drift}
 
 
-def mean_report(log: RoundLog, metric: str) -> float | None:
+def mean_report(log: RoundLog, metric: str, rule: Aggregation = PLAIN_MEAN) -> float | None:
     """Return the mean of a metric over the sites' validation parts, weighted by their size: of personal models where
-    there are some; None if no site reported it."""
-    reported = [r for report in log.reports.values() for r in report if r.get(metric) is not None]
-    rows = [r for r in reported if r["model"] == "personal"] or reported
-    total = sum(r["n"] for r in rows)
-    return sum(r[metric] * r["n"] for r in rows) / total if total else None
+    there are some; None if no site reported it. Outliers of the round are left out, and one site's weight is bounded,
+    as in the mean of updates."""
+    rows = _reported_rows(log, metric)
+    weights = [float(r["n"]) for r in rows]
+    if rule.name != "mean" and len(rows) >= FEWEST:
+        weights = cap_weights(weights, rule.most_share)
+    total = sum(weights)
+    return sum(r[metric] * weight for r, weight in zip(rows, weights, strict=True)) / total if total else None
+
+
+def middle_report(log: RoundLog, metric: str, rule: Aggregation = PLAIN_MEAN) -> float | None:
+    """Return the median of a metric over three or more sites, which no single one of them can move far; None with fewer
+    sites, or where nothing is bounded."""
+    values = [float(r[metric]) for r in _reported_rows(log, metric)]
+    return statistics.median(values) if rule.name != "mean" and len(values) >= FEWEST else None
+
+
+def _reported_rows(log: RoundLog, metric: str) -> list[ReportRow]:
+    trusted = [rows for site, rows in log.reports.items() if log.sites.get(site, SiteOutcome()).outlier is None]
+    reported = [r for rows in trusted for r in rows if r.get(metric) is not None]
+    return [r for r in reported if r["model"] == "personal"] or reported
+
+
+def outlier_streaks(rows: Iterable[LedgerRow], last: int) -> dict[SiteId, int]:
+    """Return the rounds running, up to round `last`, in which each site was an outlier, by the rows of a ledger."""
+    played = {row.round: row for row in rows if isinstance(row, CostRow) and row.event == "round" and row.round <= last}
+    found: dict[SiteId, int] = {}
+    for _, row in sorted(played.items()):
+        found |= {site: there.outlier_rounds for site, there in row.sites.items() if there.outcome == "accepted"}
+    return {site: rounds for site, rounds in found.items() if rounds}
 
 
 def clusters_without_updates(log: RoundLog, clusters: Mapping[SiteId, str]) -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Literal
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -35,9 +35,13 @@ from polyclinic.core import (
     Update,
     failpoint,
 )
+from polyclinic.evaluation.rows import CostRow
 from polyclinic.federation.engines import Answer, Engine
 from polyclinic.federation.mailbox import Outbox, in_site_order
 from polyclinic.federation.privacy_budget import PrivacyBudget
+from polyclinic.federation.robust.rules import PLAIN_MEAN, Aggregation
+from polyclinic.federation.robust.screen import Outlier, UpdateScreen
+from polyclinic.federation.robust.store import MEMORY
 from polyclinic.federation.round_log import (
     RoundLog,
     accepted_fields,
@@ -45,13 +49,19 @@ from polyclinic.federation.round_log import (
     format_failure,
     mean_report,
     metric_rows,
+    middle_report,
+    outlier_streaks,
 )
 from polyclinic.federation.schedules import EarlyStop, Schedule
+from polyclinic.federation.secure_aggregation.server import MaskedRound
+from polyclinic.federation.secure_aggregation.transcript import Transcript
 from polyclinic.federation.server_state import canonical_layout, check_not_mutated, device_of, version_counters
 from polyclinic.federation.update_check import ExpectedUpdate, check_address, check_update, split_predictions
 from polyclinic.privacy.transforms.base import UpdateTransform
+from polyclinic.privacy.transforms.mask import Mask
 from polyclinic.storage import messages
 from polyclinic.storage.journal import Journal
+from polyclinic.storage.signatures import PeerKeys
 from polyclinic.training.network import move_bundle
 
 Watch = Callable[[str, Mapping[str, Any]], None]
@@ -59,6 +69,10 @@ Watch = Callable[[str, Mapping[str, Any]], None]
 PLATEAU_THRESHOLD = 1e-4
 """The share by which a loss must fall to count as better for the plateau schedule, as in torch."""
 LOWER_IS_BETTER = ("loss", "ece")
+EVALUATION_PATIENCE, EVALUATION_ROUNDS = 600.0, 10.0
+"""The final evaluation between real sites waits so many seconds, and as long as so many of the longest round, unless a
+deadline is set."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -80,6 +94,9 @@ class RoundOptions:
     """Evaluate where the round number is a multiple of this; 0: only at the end."""
     snapshot_every: int = 1
     max_norm: float = 1e6
+    aggregate: Aggregation = PLAIN_MEAN
+    update_memory: int = MEMORY
+    """Bytes of updates kept in memory until a cohort is complete; further ones are kept on disk."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +106,10 @@ class Progress:
     round: int = 0
     lr_reductions: int = 0
     best_loss: float = math.inf
+    best_middle_loss: float = math.inf
     rounds_without_lower_loss: int = 0
     best: float = math.inf
+    best_middle: float = math.inf
     rounds_without_improvement: int = 0
     stopped: bool = False
     budget_exhausted: bool = False
@@ -118,6 +137,15 @@ class Outcome:
     stopped_early: bool
     budget_exhausted: bool = False
     memory_rounds: Mapping[SiteId, int] = field(default_factory=dict)
+
+
+class ReadAnswer(NamedTuple, Generic[T]):
+    """A site's reply after the last round, decoded and checked."""
+
+    fields: Mapping[str, Any]
+    answer: T
+    withheld: str = ""
+    """Why the site tells nothing."""
 
 
 @dataclass
@@ -165,10 +193,15 @@ class Rounds:
         transforms: Sequence[UpdateTransform] = (),
         budget: PrivacyBudget | None = None,
         server_trainer: Callable[[Bundle, Site], Bundle] | None = None,
+        peers: PeerKeys | None = None,
     ) -> None:
+        """`peers`: the sites' public keys, with which the signatures of masked rounds are checked."""
+        self.peers = peers
         self.federation, self.algorithm, self.engine = federation, algorithm, engine
         self.rules, self.journal, self.watch, self.evaluate_held_out = rules, journal, watch, evaluate_held_out
         self.transforms, self.budget, self.server_trainer = tuple(transforms), budget, server_trainer
+        self.screen = UpdateScreen(rules.aggregate, algorithm, rules.update_memory)
+        self.mask = next((stage for stage in transforms if isinstance(stage, Mask)), None)
         self.trainers = [POOLED] if algorithm.pooled else [s for s in federation.sites if s != POOLED]
 
     def play_all(self) -> Outcome:
@@ -186,6 +219,7 @@ class Rounds:
             )
         if self.budget is not None:
             self.budget.load_charges(self.journal.read_charges())
+        self.screen.streaks = outlier_streaks(self.journal.costs, progress.round)
         while progress.round < self.rules.rounds and not progress.stopped:
             if not self.can_afford(state, progress):
                 progress = replace(progress, stopped=True, budget_exhausted=True)
@@ -226,6 +260,9 @@ class Rounds:
             round, state, cohort, progress, ["validation"] if reporting else [], log, clusters
         )
         before, versions = state, version_counters(state)
+        # Behind masks there are no single updates; and noise at the server is priced for a plain mean.
+        if self.mask is None and (self.budget is None or not self.budget.hides_drift):
+            updates = self.screen.screen(updates, state, partial(self._record_outlier, round, log))
         if first := list(islice(updates, 1)):
             state = self.algorithm.aggregate(state, chain(_drain(first), updates))
         check_not_mutated(before, versions)
@@ -244,10 +281,16 @@ class Rounds:
         self.journal.append_cost("round", round, seconds, log.to_json())
         memory_rounds = {**progress.memory_rounds, **dict.fromkeys(sorted(log.sites_with_memory), round)}
         progress = advance_progress(replace(progress, round=round, memory_rounds=memory_rounds), log, self.rules)
-        means = {m: mean_report(log, m) for m in ("loss", "accuracy", "auc")} if evaluating else {}
+        means = (
+            {m: mean_report(log, m, self.rules.aggregate) for m in ("loss", "accuracy", "auc")} if evaluating else {}
+        )
         facts = {"round": round, "seconds": seconds, "stopped": progress.stopped, **means}
         self.watch("round done", {**facts, "clusters_without_updates": clusters_without_updates(log, clusters)})
         return state, progress
+
+    def _record_outlier(self, round: int, log: RoundLog, found: Outlier) -> None:
+        log.add(found.site, outlier=found.done, ratio=found.ratio, outlier_rounds=found.running)
+        self.watch("outlier", {"round": round, **asdict(found), "why": found.sentence})
 
     def _learning_rate(self, round: int, progress: Progress) -> float:
         rules = self.rules
@@ -269,6 +312,9 @@ class Rounds:
         exchange = _RoundExchange(
             round, state, self.prepare_outbox("train", round, state, cohort, parts, progress), log
         )
+        if self.mask is not None:
+            yield self._receive_sum(exchange, self.mask, cohort, parts, progress)
+            return
         arrivals = self.engine.exchange(round, exchange.outbox, self.rules.deadline)
         order = list(dict.fromkeys(clusters[site] for site in cohort))
         # Side by side, so that each cluster's updates can be aggregated one at a time.
@@ -289,6 +335,34 @@ class Rounds:
                 del update
                 yield shallow_copy
                 shallow_copy.tensors.clear()  # frees the tensors, even if something still refers to the update
+
+    def _receive_sum(
+        self, exchange: _RoundExchange, mask: Mask, cohort: Sequence[SiteId], parts: list[Part], progress: Progress
+    ) -> Update:
+        """Play a round whose updates are added up behind masks, and return their mean as one update."""
+        round, state = exchange.round, exchange.state
+        transcript = Transcript(self.journal.masks)
+        transcript.drop_before(self.journal.oldest_snapshot())
+        masked = MaskedRound(
+            mask,
+            self.algorithm,
+            self.engine,
+            self.rules.deadline,
+            lambda purpose, sites: self.prepare_outbox(purpose, round, state, sites, parts, progress),
+            lambda site, received: self._expected_update(exchange, site, "", received),
+            {e.kind: state.get(e.like, {}) for e in self.algorithm.exchanges()},
+            exchange.log,
+            transcript,
+            self.rules.run,
+            round,
+            self.rules.quorum,
+            self.peers,
+        )
+        update = masked.play(cohort)
+        for site in cohort:
+            if site in exchange.log.sites:
+                self.watch("site", {"round": round, "site": site, **exchange.log.sites[site].to_json()})
+        return update
 
     def _receive_update(self, exchange: _RoundExchange, site: SiteId, cluster: str, reply: Answer) -> Update | None:
         """Return a site's update if `check_update` accepts it; the outcome is logged either way."""
@@ -361,14 +435,37 @@ class Rounds:
             like=exchange.layouts[cluster][0],
             optional=frozenset(exchange.kind for exchange in exchanges if exchange.optional),
             examples=self.federation.sites[site],
+            held=self.federation.held.get(site, {}),
             max_norm=self.rules.max_norm,
         )
 
     def collect_predictions(
-        self, outcome: Outcome, parts: list[Part], extra_tensors: Bundle | None = None, tolerant: bool = False
+        self, outcome: Outcome, parts: list[Part], extra_tensors: Bundle | None = None
     ) -> dict[SiteId, Bundle]:
-        """Return what each site predicts after the last round, by `model|part`, with the final models and with the
-        models in `extra_tensors`. `tolerant`: leave out sites that fail, rather than end the run."""
+        """Return what each site of a simulation predicts after the last round, by `model|part`, with the final models
+        and with those in `extra_tensors`."""
+
+        def read(_: SiteId, reply: bytes | messages.Message) -> ReadAnswer[Bundle]:
+            message = reply if isinstance(reply, messages.Message) else messages.decode(reply)
+            predictions = message.tensors.get("predictions", {})
+            return ReadAnswer(message.fields, split_predictions(predictions, len(self.federation.classes)))
+
+        return self.evaluate_sites(outcome, parts, read, extra_tensors)
+
+    def evaluate_sites(
+        self,
+        outcome: Outcome,
+        parts: list[Part],
+        read: Callable[[SiteId, bytes | messages.Message], ReadAnswer[T]],
+        extra_tensors: Bundle | None = None,
+        withheld: dict[SiteId, str] | None = None,
+    ) -> dict[SiteId, T]:
+        """Ask every site for its evaluation of the final models, and of the models in `extra_tensors`.
+
+        `read` decodes and checks a site's reply, or raises `Refused`. With `withheld`, a site that fails, is refused or
+        stays silent is left out, and noted there with the reason, as is one that tells nothing; without it, the run
+        ends.
+        """
         round, began, log = outcome.rounds + 1, time.perf_counter(), RoundLog()
         sites = [s for s in self.federation.sites if s != POOLED]
         self.journal.charge_round(round, sites)
@@ -377,50 +474,68 @@ class Rounds:
         )
         if extra_tensors:
             outbox.tensors = lambda site: {**self.algorithm.broadcast(outcome.state, site), **extra_tensors}
-        found: dict[SiteId, Bundle] = {}
-        arrivals = self.engine.exchange(round, outbox, self.rules.deadline)
-        for site, reply in in_site_order(arrivals, sites, lambda *_: None):
+        found: dict[SiteId, T] = {}
+        deadline = self.rules.deadline if withheld is None else self._evaluation_deadline()
+        for site, reply in in_site_order(self.engine.exchange(round, outbox, deadline), sites, lambda *_: None):
             outbox.take(site)
-            if isinstance(reply, Failure):
-                log.add(site, outcome=reply.kind, why=reply.sentence)
-                self.watch("evaluated", {"site": site, **log.sites[site].to_json()})
-                if tolerant:
-                    continue
-                raise RoundFailed(f"site {site} could not be evaluated: {reply.sentence}")
-            self.watch("evaluated", {"site": site})
             try:
-                message = reply if isinstance(reply, messages.Message) else messages.decode(reply)
-                check_address(message.fields, self.rules.run, round, site)
-                found[site] = split_predictions(message.tensors.get("predictions", {}), len(self.federation.classes))
+                if isinstance(reply, Failure):
+                    raise Refused(reply.kind, reply.sentence)
+                answer = read(site, reply)
+                check_address(answer.fields, self.rules.run, round, site)
             except Refused as refusal:
-                raise RoundFailed(f"site {site} could not be evaluated: {refusal}") from refusal
-            log.add(site, down=outbox.sizes[site], up=messages.message_size(reply))
+                failure = reply if isinstance(reply, Failure) else Failure("refused", str(refusal))
+                log.add(site, outcome=failure.kind, why=failure.sentence)
+                self.watch("evaluated", {"site": site, **log.sites[site].to_json()})
+                if withheld is None:
+                    raise RoundFailed(f"site {site} could not be evaluated: {failure.sentence}") from None
+                withheld[site] = f"{failure.kind}: {failure.sentence}"
+                continue
+            found[site], facts = answer.answer, {}
+            if answer.withheld and withheld is not None:
+                facts = {"outcome": "withheld", "why": answer.withheld}
+                withheld[site] = answer.withheld
+            log.add(site, down=outbox.sizes[site], up=messages.message_size(reply), **facts)
+            self.watch("evaluated", {"site": site, **facts})
         self.journal.append_cost("evaluation", round, time.perf_counter() - began, log.to_json())
         return found
 
+    def _evaluation_deadline(self) -> float:
+        """Seconds that the evaluation waits for a site: no run waits for ever for figures alone."""
+        rounds = [row.seconds for row in self.journal.costs if isinstance(row, CostRow) and row.event == "round"]
+        return self.rules.deadline or max(EVALUATION_PATIENCE, EVALUATION_ROUNDS * max(rounds, default=0.0))
+
 
 def advance_progress(progress: Progress, log: RoundLog, rules: RoundOptions) -> Progress:
-    """Return the progress after a round: schedule and early stopping follow the metrics that the sites reported."""
-    loss = mean_report(log, "loss")
+    """Return the progress after a round: schedule and early stopping follow the metrics that the sites reported.
+
+    A round is better if their mean is, or their median: so one site that reports ever worse figures does not end a run.
+    """
+    loss, middle = mean_report(log, "loss", rules.aggregate), middle_report(log, "loss", rules.aggregate)
     if loss is not None:
-        better = loss < progress.best_loss * (1 - PLATEAU_THRESHOLD)
-        worse = 0 if better else progress.rounds_without_lower_loss + 1
+        lower = loss < progress.best_loss * (1 - PLATEAU_THRESHOLD)
+        lower_middle = middle is not None and middle < progress.best_middle_loss * (1 - PLATEAU_THRESHOLD)
+        worse = 0 if lower or lower_middle else progress.rounds_without_lower_loss + 1
         reduce = rules.schedule.name == "plateau" and worse > rules.schedule.patience
         progress = replace(
             progress,
-            best_loss=loss if better else progress.best_loss,
+            best_loss=loss if lower else progress.best_loss,
+            best_middle_loss=middle if lower_middle and middle is not None else progress.best_middle_loss,
             rounds_without_lower_loss=0 if reduce else worse,
             lr_reductions=progress.lr_reductions + reduce,
         )
     stop = rules.early_stop
-    value = mean_report(log, stop.metric) if stop else None
+    value = mean_report(log, stop.metric, rules.aggregate) if stop else None
     if stop is not None and value is not None:
-        value = value if stop.metric in LOWER_IS_BETTER else -value
+        sign = 1 if stop.metric in LOWER_IS_BETTER else -1
+        value, middle = sign * value, middle_report(log, stop.metric, rules.aggregate)
         better = value < progress.best - stop.min_delta
-        worse = 0 if better else progress.rounds_without_improvement + 1
+        better_middle = middle is not None and sign * middle < progress.best_middle - stop.min_delta
+        worse = 0 if better or better_middle else progress.rounds_without_improvement + 1
         progress = replace(
             progress,
             best=value if better else progress.best,  # small steps add up to an improvement
+            best_middle=sign * middle if better_middle and middle is not None else progress.best_middle,
             rounds_without_improvement=worse,
             stopped=worse >= stop.patience,
         )

@@ -38,6 +38,8 @@ from polyclinic.core import (
 from polyclinic.data.examples import PooledData, SiteData
 from polyclinic.evaluation.metrics import finite_or_none, measure
 from polyclinic.federation.job_loop import JobLoop
+from polyclinic.federation.secure_aggregation.cohort import MASKS, PHASES
+from polyclinic.federation.secure_aggregation.site import MaskingSite
 from polyclinic.federation.site_limits import SitePrivacyLimits, limit_to_plan
 from polyclinic.federation.update_check import ReportRow, read_scalars
 from polyclinic.privacy.releases import release_metrics
@@ -77,12 +79,15 @@ class SiteRunner:
         memory: SiteMemory,
         transforms: Sequence[UpdateTransform] = (),
         limits: SitePrivacyLimits | None = None,
+        masking: MaskingSite | None = None,
     ) -> None:
         self.name, self.images, self.algorithm = name, images, algorithm
         self.networks = {"": network} if isinstance(network, LiveNetwork) else dict(network)
         self.network = next(iter(self.networks.values()))
         """The network of the cluster that the last order names."""
         self.memory, self.transforms, self.limits = memory, tuple(transforms), limits
+        self.masking = masking
+        """Masks the updates, if the recipe asks for it."""
 
     def answer(self, data: bytes) -> bytes:
         """Return the encoded reply to an encoded order."""
@@ -92,11 +97,23 @@ class SiteRunner:
     def reply(self, order: messages.Message) -> messages.Message:
         """Return the reply to an order; local jobs run one after another."""
         self.check_order(order)
-        if order.fields["purpose"] == "evaluate":
-            return self.evaluate(order)
+        if (found := self.reply_without_training(order)) is not None:
+            return found
         site_round = self.begin_round(order)
         done = drive_jobs(self.start_local(site_round), lambda job, number: self.run_job(job, site_round, number))
         return self.finish_round(site_round, *done)
+
+    def reply_without_training(
+        self, order: messages.Message, predict: Predict | None = None
+    ) -> messages.Message | None:
+        """Return the reply to an order of any purpose but `train`; None for that."""
+        if order.fields["purpose"] == "evaluate":
+            return self.evaluate(order, predict)
+        if order.fields["purpose"] in PHASES:
+            if self.masking is None:
+                raise Refused("purpose", f"{self.name} was asked about masks, which the recipe does not have")
+            return self.masking.answer(order)
+        return None
 
     def check_order(self, order: messages.Message) -> None:
         """Refuse an order that lacks a field, breaks the privacy limits, or names a cluster without a model here."""
@@ -104,6 +121,10 @@ class SiteRunner:
             raise Refused("json", f"the order to {self.name} lacks {', '.join(sorted(missing))}")
         if self.limits is not None:
             self.limits.check_order(order, self.name)
+        if order.fields["purpose"] in PHASES:
+            return
+        if self.masking is not None:
+            self.masking.check_order(order)
         group = self.algorithm.cluster_from_broadcast(order.tensors)
         if group not in self.networks:
             raise Refused("site", f"{self.name} was assigned to cluster {group!r:.60}, but has no model for it")
@@ -176,6 +197,11 @@ class SiteRunner:
         for number, stage in enumerate(self.transforms):
             stream = (site_round.site.secret or site_round.rng).child("stage", number, site_round.site.round)
             tensors = stage.encode(tensors, site_round.order.tensors, stream)
+        masks: dict[str, object] = {}
+        if self.masking is not None:
+            if update.scalars:
+                raise Refused("scalars", f"{self.name} would send numbers of its own beside a masked update")
+            tensors, masks = self.masking.mask_update(site_round.order, tensors, site_round.site.secret)
         memory, filed = (None, {}) if memory is None else split_memory(memory)
         if filed:
             self.memory.save_report(self.name, site_round.site.round, filed)
@@ -194,6 +220,8 @@ class SiteRunner:
             "unstacked_reason": unstacked_reason,
             "seconds": (time.perf_counter() - site_round.started_at) / stack_size,
         }
+        if masks:
+            reply[MASKS] = masks
         read_scalars(reply)  # checked before sending, since a NaN could not be encoded
         return messages.Message(reply, tensors)
 

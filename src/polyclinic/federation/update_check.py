@@ -8,14 +8,14 @@ scalars, values after the transforms are undone (finite, and near the broadcast)
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
-from polyclinic.core import Bundle, FlatTensors, Refused, SiteId, Tensors, Update, l2_distance
-from polyclinic.evaluation.metrics import METRICS
+from polyclinic.core import Bundle, FlatTensors, Part, Refused, SiteId, Tensors, Update, l2_distance
+from polyclinic.evaluation.metrics import METRICS, is_possible
 from polyclinic.privacy.transforms.base import UpdateTransform
 from polyclinic.storage.messages import Message, decode, format_untrusted
 
@@ -27,6 +27,8 @@ TABLE_ALLOWANCE = 1 << 16
 """Bytes, beyond the tensors themselves, for names, shapes and one site's report."""
 LARGEST_NUMBER = 1e100
 """Numbers that sites report lie within this, so that weighing them with counts stays finite."""
+VARIANCE = "running_var"
+"""The end of the name of a BatchNorm's variance."""
 LARGEST_COUNT = 1 << 53
 """Integers within this are averaged without loss."""
 
@@ -45,6 +47,8 @@ class ExpectedUpdate:
     optional: frozenset[str] = frozenset()
     examples: int = 1
     """The number of examples that the site registered: it may never claim more."""
+    held: Mapping[Part, int] = field(default_factory=dict)
+    """By part: the images that the site registered, where known; it may report on no more."""
     max_norm: float = 1e6
 
     @cached_property
@@ -77,6 +81,26 @@ def check_update(
     algorithm_check: Callable[[Update], None] = lambda _: None,
 ) -> CheckedUpdate:
     """Decode a site's reply, undo the `transforms` (last first) and check everything about it; raises `Refused`."""
+    message = _open_reply(reply, expected)
+    fields, tensors = message.fields, message.tensors
+    for transform in reversed(transforms):
+        tensors = transform.decode(tensors, expected.received)
+    drift = check_values(tensors, expected)
+    update = Update(tensors, fields["examples"], expected.site, read_scalars(fields))
+    algorithm_check(update)
+    return CheckedUpdate(update, fields, drift, check_report(fields, expected.held))
+
+
+def check_masked_reply(reply: bytes | Message, expected: ExpectedUpdate) -> tuple[Message, list[ReportRow]]:
+    """Return a masked reply and its report, of which everything is checked but the values; raises `Refused`."""
+    message = _open_reply(reply, expected)
+    if read_scalars(message.fields):
+        raise Refused("scalars", "numbers of a single site came with a masked update")
+    return message, check_report(message.fields, expected.held)
+
+
+def _open_reply(reply: bytes | Message, expected: ExpectedUpdate) -> Message:
+    """Decode a reply and check whose it is, its number of examples, and names, shapes and dtypes of its tensors."""
     message = reply if isinstance(reply, Message) else decode(reply, expected.max_bytes, expected.max_table_bytes)
     fields, tensors = message.fields, message.tensors
     check_address(fields, expected.run, expected.round, expected.site)
@@ -90,12 +114,7 @@ def check_update(
     for kind, like in expected.like.items():
         if kind in tensors or not (kind in expected.optional or not like):
             _check_layout(kind, tensors.get(kind, {}), like)
-    for transform in reversed(transforms):
-        tensors = transform.decode(tensors, expected.received)
-    drift = _check_values(tensors, expected)
-    update = Update(tensors, examples, expected.site, read_scalars(fields))
-    algorithm_check(update)
-    return CheckedUpdate(update, fields, drift, check_report(fields))
+    return message
 
 
 def check_address(fields: ReplyFields, run: str, round: int, site: SiteId) -> None:
@@ -120,7 +139,7 @@ def _check_layout(kind: str, tensors: Tensors, like: Tensors) -> None:
             raise Refused("dtype", f"{kind}/{name} is {tensor.dtype}, not {like[name].dtype}")
 
 
-def _check_values(tensors: Bundle, expected: ExpectedUpdate) -> float | None:
+def check_values(tensors: Bundle, expected: ExpectedUpdate) -> float | None:
     """Check that all values are finite and each kind lies within `max_norm` of what was sent; return how far the
     model moved."""
     drift: float | None = None
@@ -137,6 +156,9 @@ def _check_values(tensors: Bundle, expected: ExpectedUpdate) -> float | None:
         counts = [tensor.reshape(-1) for tensor in group.values() if tensor.dtype == torch.int64 and tensor.numel()]
         if counts and max(abs(int(v)) for v in torch.cat(counts).aminmax()) > LARGEST_COUNT:
             raise Refused("norm", f"{kind} holds counts beyond {LARGEST_COUNT}")
+        negative = next((n for n, t in group.items() if n.endswith(VARIANCE) and bool((t < 0).any())), None)
+        if negative is not None:
+            raise Refused("norm", f"{kind}/{negative} holds values below 0, but it is a variance")
         drift = norm if kind == "model" else drift
     return drift
 
@@ -157,18 +179,28 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST_NUMBER <= value <= LARGEST_NUMBER
 
 
-def check_report(fields: ReplyFields) -> list[ReportRow]:
-    """Return a site's metrics, checked to be rows of finite numbers, one per model and part: they steer the schedule
-    and early stopping."""
+def check_report(fields: ReplyFields, held: Mapping[Part, int] | None = None) -> list[ReportRow]:
+    """Return a site's metrics, checked to be rows of possible values, one per model and part: they steer the schedule
+    and early stopping.
+
+    Args:
+        fields: The fields of its reply.
+        held: By part: the images that the site registered, where known.
+    """
     report = fields.get("report", [])
     if not isinstance(report, list) or not all(isinstance(row, dict) for row in report):
         raise Refused("report", "the report is not a list of rows")
     for row in report:
         if type(row.get("n")) is not int or not 0 <= row["n"] <= LARGEST_COUNT:
             raise Refused("report", "a row of the report has no count")
+        most = next((count for part, count in (held or {}).items() if part == row.get("part")), LARGEST_COUNT)
+        if row["n"] > most:
+            raise Refused(
+                "report", f"it reports on {row['n']} {row.get('part')!r:.20} images where {most} are registered"
+            )
         for name, value in row.items():
             if not _is_cell(name, value):
-                raise Refused("report", f"{name[:40]!r} is not a metric with a finite value")
+                raise Refused("report", f"{name[:40]!r} is not a metric with a possible value")
     if len({(row.get("model"), row.get("part")) for row in report}) < len(report):
         raise Refused("report", "two rows of the report are about the same model and part")
     return report
@@ -178,17 +210,25 @@ def _is_cell(name: str, value: object) -> bool:
     """Whether this may be in a row, which is stored beside the round and the site and must not overwrite them."""
     if name in ("model", "part"):
         return isinstance(value, str) and len(value) <= 200 and value.isprintable()
-    return name == "n" or (name in METRICS and (value is None or is_number(value)))
+    return name == "n" or (name in METRICS and (value is None or (is_number(value) and is_possible(name, value))))
 
 
-def split_predictions(tensors: Mapping[str, torch.Tensor], classes: int) -> Bundle:
-    """Return predictions by `model|part`: probabilities, labels and patient numbers, checked against each other."""
+def split_predictions(
+    tensors: Mapping[str, torch.Tensor], classes: int, held: Mapping[Part, int] | None = None
+) -> Bundle:
+    """Return predictions by `model|part`: probabilities, labels and patient numbers, checked against each other.
+
+    `held`: by part, the images that the site registered, where known.
+    """
     bundle: Bundle = {}
     for path, tensor in tensors.items():
         group, _, key = path.rpartition("|")
         bundle.setdefault(group, {})[key] = tensor
     for group, found in bundle.items():
         rows = found.get("probabilities", torch.zeros(0))
+        most = next((count for part, count in (held or {}).items() if group.endswith(f"|{part}")), len(rows))
+        if len(rows) != most:
+            raise Refused("predictions", f"{group[:60]!r} has {len(rows)} rows where {most} images are registered")
         if not rows.is_floating_point() or rows.shape[1:] != (classes,) or not bool(torch.isfinite(rows).all()):
             raise Refused("predictions", f"{group[:60]!r} are not finite probabilities of {classes} classes")
         columns = (found.get(key, torch.zeros(0)) for key in ("labels", "patients"))

@@ -43,7 +43,7 @@ def privacy_sections(summary: RunSummary) -> list[Section]:
     return [
         Section("claim", "", list(_claim_blocks(privacy, summary))),
         Section("meaning", "What it means", [Paragraph(_explain_epsilon(privacy))]),
-        Section("unprotected", "What is NOT protected", [Bullets(tuple(_list_unprotected(privacy)))]),
+        Section("unprotected", "What is NOT protected", [Bullets(tuple(_list_unprotected(privacy, summary)))]),
         Section("audit", "Audit", [Paragraph(_describe_audit(privacy)), *warnings]),
     ]
 
@@ -193,7 +193,7 @@ def _explain_epsilon(privacy: PrivacySpent) -> str:
     )
 
 
-def _list_unprotected(privacy: PrivacySpent) -> Iterator[Inline | tuple[Inline, ...]]:
+def _list_unprotected(privacy: PrivacySpent, summary: RunSummary) -> Iterator[Inline | tuple[Inline, ...]]:
     if not privacy.has_guarantee:
         yield "Anything."
     if privacy.unit == "image":
@@ -216,11 +216,7 @@ def _list_unprotected(privacy: PrivacySpent) -> Iterator[Inline | tuple[Inline, 
             "Validation images cost at most the same ε as training images by the metrics that are reported of them. "
             "Predictions of them, where a site lets them leave, are outside the claim, as test images are."
         )
-    yield (
-        "The final evaluation: this simulation reads all validation and test images itself. Accuracy tables are not "
-        "noised, and choosing among runs by them is not charged. Each run of a comparison has its own ε, and they add "
-        "up for whoever sees all."
-    )
+    yield _describe_evaluation(privacy, summary)
     if privacy.randomness == "seed":
         yield (
             "Noise was drawn from the run's seed, so that the run can be repeated: whoever has the recipe can remove "
@@ -229,6 +225,26 @@ def _list_unprotected(privacy: PrivacySpent) -> Iterator[Inline | tuple[Inline, 
     yield (
         "The last bits: numbers are floating-point, and noise, although drawn by a cipher, is rounded as they are; a "
         "site that lies is not caught."
+    )
+
+
+def _describe_evaluation(privacy: PrivacySpent, summary: RunSummary) -> str:
+    """What the final evaluation tells of validation and test images."""
+    each = "Each run has its own ε, and they add up for whoever sees all."
+    if summary.pooled_from == "predictions":
+        return (
+            "The final evaluation: this simulation reads all validation and test images itself. Accuracy tables are "
+            f"not noised, and choosing among runs by them is not charged. {each.replace('run', 'run of a comparison')}"
+        )
+    if privacy.metrics == "open":
+        return f"The final evaluation: sites scored the models at home, and their scores are not noised. {each}"
+    beside = "Predictions, where a site let them leave, are not noised and outside the claim."
+    if privacy.metrics == "suppress":
+        return f"The final evaluation: sites scored the models at home, and no score left them. {beside} {each}"
+    return (
+        "The final evaluation: sites scored the models at home. Accuracy and loss of test images left them from noised "
+        "counts, once, which costs a test image no more than the rounds' metrics cost a validation image, and so at "
+        f"most the same ε. {beside} {each}"
     )
 
 

@@ -7,6 +7,38 @@ from polyclinic.algorithms.base import Algorithm
 from polyclinic.config.recipe import Recipe
 from polyclinic.data.examples import SiteData
 from polyclinic.data.patients import count_unnamed
+from polyclinic.evaluation.summary import RunSummary
+from polyclinic.evaluation.task import task_of
+from polyclinic.reporting.formatting import format_names
+
+
+def describe_pooling(summary: RunSummary) -> Iterator[str]:
+    """Sentences on the figures of all sites together, where sites keep their predictions to themselves, and on sites
+    whose figures are missing."""
+    means = [info.label for info in task_of(summary).metrics if info.pooled_by == "sites"]
+    if summary.pooled_from == "scores":
+        yield (
+            "Of all sites together, accuracy, sensitivity, F1 and whatever else follows from counts are exact: the "
+            f"sites' own counts, added. {format_names(means)} are means of the sites' own figures, weighted by images, "
+            "not figures of all images together. There is no interval, since predictions stayed at the sites."
+        )
+    elif summary.pooled_from == "rounded predictions":
+        yield (
+            f"{format_names(means)} of all sites together, and the intervals, are of predictions that the sites "
+            "rounded to thousandths; counts are the sites' own, added."
+        )
+    elif summary.pooled_from == "reports":
+        yield (
+            "No site told scores of the final model, so these are means of the sites' reports on their validation "
+            "images in the last round."
+        )
+    elif summary.pooled_from == "nothing":
+        yield (
+            "No figure of the final model left a site: every site has its own at home, where polyclinic site scores "
+            "shows them."
+        )
+    for site, why in summary.withheld.items():
+        yield f"{site} told no scores of the final model: {why}."
 
 
 def collect_warnings(

@@ -12,9 +12,17 @@ from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.distillation.refine import check_public
 from polyclinic.algorithms.wrappers.clustered import Clustered
 from polyclinic.config.recipe import Recipe
-from polyclinic.core import POOLED, Bundle, Federation, RecipeError, SiteId, Stream
+from polyclinic.core import POOLED, Bundle, Federation, Part, RecipeError, SiteId, Stream
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.federation.rounds import RoundOptions
+from polyclinic.federation.secure_aggregation.assembly import (
+    SiteIdentity,
+    build_masking,
+    check_sites,
+    mask_of,
+    simulate_identities,
+)
+from polyclinic.federation.secure_aggregation.site import MaskingSite
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models.classifier import Classifier
 from polyclinic.privacy.plan import PrivacyPlan
@@ -59,21 +67,36 @@ class RunSetup:
     transforms: tuple[UpdateTransform, ...] = ()
     """Applied to an update on its way out: first those of the privacy plan, then those of the recipe."""
 
-    def make_runner(self, site: SiteId, memory: SiteMemory, secret: Stream | None) -> SiteRunner:
-        """Return the runner of one site; `secret`: the source of its noise, under a privacy plan."""
+    def make_runner(
+        self, site: SiteId, memory: SiteMemory, secret: Stream | None, identity: SiteIdentity | None = None
+    ) -> SiteRunner:
+        """Return the runner of one site.
+
+        `secret`: the source of its noise, under a privacy plan; `identity`: its keys, if the recipe masks updates.
+        """
+        mask = mask_of(self.transforms)
+        masking: MaskingSite | None = None
+        if mask is not None and identity is not None:
+            parameters = sum(t.numel() for t in self.federation.initial["model"].values())
+            examples = self.federation.sites[site]
+            masking = build_masking(mask, identity, self.algorithm, examples, self.plan, parameters)
         if self.plan is not None and self.plan.config.randomness == "seed" and secret is not None:
             secret = secret.child(self.dataset.fingerprint_of(site))  # runs on other images must not share noise
         limits = privacy_limits(self.plan, site, secret) if self.plan is not None and secret is not None else None
         algorithm = self.algorithm
         if self.plan is not None and self.plan.private_options(site) != self.plan.private_options():
             algorithm = self.networks.wrap_algorithm(self.recipe.build_algorithm(self.plan.private_options(site)))
-        return SiteRunner(
-            site, self.sites[site], algorithm, self.networks.with_student, memory, self.transforms, limits
-        )
+        transforms = [stage for stage in self.transforms if stage is not mask]
+        networks = self.networks.with_student
+        return SiteRunner(site, self.sites[site], algorithm, networks, memory, transforms, limits, masking)
 
     def make_runners(self, memory: SiteMemory, secret: Stream | None) -> dict[SiteId, SiteRunner]:
         """Return the runners of all sites, to run in this process; `secret`: the source of all their noise."""
-        return {site: self.make_runner(site, memory, secret and secret.child("site", site)) for site in self.sites}
+        known = simulate_identities(self.recipe.seed, list(self.sites))
+        return {
+            site: self.make_runner(site, memory, secret and secret.child("site", site), known[site])
+            for site in self.sites
+        }
 
 
 def assemble(
@@ -100,21 +123,28 @@ def assemble(
     pretrain_networks(networks, public, device)
     algorithm = networks.wrap_algorithm(algorithm)
     sites, held_out = sites_on_device(recipe, dataset, module, device)
+    stages = recipe.build_stages()
+    if site is None:
+        check_sites(mask_of(stages), len(sites), recipe.cohort)
     if site is not None:
         sites = {site: sites[site]}
     elif algorithm.pooled:
         sites[POOLED] = pool_sites(sites)
     registered = {name: len(one.train) for name, one in sites.items()}
+    held: dict[SiteId, dict[Part, int]] = {
+        name: {"train": len(one.train), "validation": len(one.validation), "test": len(one.test)}
+        for name, one in sites.items()
+    }
     start = copy_module_weights(module) if recipe.clusters else networks.first.copy_weights()
     federation = Federation(
-        dataset.classes, registered, start, normalisation_names(module), networks.shapes.get("", ())
+        dataset.classes, registered, start, normalisation_names(module), networks.shapes.get("", ()), held
     )
     setup = RunSetup(recipe, dataset, module, networks, sites, held_out, public, federation, algorithm)
     if recipe.privacy is None:
-        return replace(setup, transforms=tuple(recipe.build_stages()))
+        return replace(setup, transforms=tuple(stages))
     plan = make_plan(setup)
     algorithm = networks.wrap_algorithm(recipe.build_algorithm(plan.private_options()))
-    return replace(setup, plan=plan, algorithm=algorithm, transforms=(*plan_transforms(plan), *recipe.build_stages()))
+    return replace(setup, plan=plan, algorithm=algorithm, transforms=(*plan_transforms(plan, mask_of(stages)), *stages))
 
 
 def price_plan(draft: RunSetup, folder: Path | None, earlier: tuple[RunCost, ...] = ()) -> PrivacyPlan:
@@ -219,4 +249,5 @@ def round_options(recipe: Recipe, run_id: str) -> RoundOptions:
         evaluate_every=recipe.evaluate.every,
         snapshot_every=recipe.snapshot_every,
         max_norm=recipe.max_norm,
+        aggregate=recipe.aggregate,
     )

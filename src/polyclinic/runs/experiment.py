@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from polyclinic.algorithms.base import classifier_weights
@@ -19,14 +20,8 @@ from polyclinic.algorithms.distillation.refine import RefinementResult
 from polyclinic.algorithms.wrappers.ensemble import ensemble_members, models_by_site
 from polyclinic.config.identity import check_same_recipe, identity, predicted_parts, with_absolute_paths
 from polyclinic.config.recipe import Recipe
-from polyclinic.core import STUDENT, Bundle, RecipeError, RoundFailed, Score, SiteId, Stream, failpoint
-from polyclinic.evaluation.assessment import (
-    Assessment,
-    assess_predictions,
-    choose_headline,
-    score_predictions,
-    summarise_reports,
-)
+from polyclinic.core import STUDENT, Bundle, RecipeError, Score, SiteId, Stream, failpoint
+from polyclinic.evaluation.assessment import assess_predictions, score_predictions
 from polyclinic.evaluation.metrics import Predictions
 from polyclinic.evaluation.rounds import forgetting_by_round, mean_drift, metric_by_cluster, sum_costs
 from polyclinic.evaluation.rows import ChargeRow
@@ -58,6 +53,16 @@ from polyclinic.runs.engines.choice import (
     read_choice,
 )
 from polyclinic.runs.engines.ray_engine import RayEngine, make_actor_setup
+from polyclinic.runs.final_evaluation import (
+    CollectedAnswers,
+    FinalFigures,
+    assess_answers,
+    assess_reports,
+    expected_sites,
+    find_odd_sites,
+    merge_predictions,
+    read_answer,
+)
 from polyclinic.runs.networks import build_network as build_network, server_models
 from polyclinic.runs.privacy_plan import noise_secret, write_noise
 from polyclinic.runs.privacy_record import list_releases, list_site_releases, summarise_privacy
@@ -148,7 +153,7 @@ class Experiment:
 
     def _run_locked(self) -> RunResult:
         began, recipe, plan = time.perf_counter(), self.recipe, self.setup.plan
-        journal = FolderJournal(self.folder) if self.folder else RamJournal()
+        journal = FolderJournal(self.folder, recipe.keep_snapshots) if self.folder else RamJournal()
         if self.folder:
             write_atomically(RunFolder(self.folder).recipe, recipe.to_yaml().encode())
             if plan is not None:
@@ -168,26 +173,27 @@ class Experiment:
             refined = self._train_student(outcome.state)
             student = refined.weights if refined else {}
             extra = {f"{kind}@{STUDENT}": group for kind, group in student.items()} | ensemble_members(outcome.state)
-            parts, tolerant = predicted_parts(recipe), self.remote is not None
-            predictions = rounds.collect_predictions(outcome, parts, extra, tolerant)
+            evaluate = self._predict_all if self.remote is None else self._ask_for_scores
+            final = evaluate(rounds, outcome, extra)
             failpoint("evaluated")
         held_out = self.score_held_out(outcome.state, student) if self.has_held_out() else None
-        scores = self._assess(predictions, held_out, journal, outcome.state)
+        scores = self._assess(final, held_out, journal)
         summary = self.summarise(outcome, scores, journal, time.perf_counter() - began, student or None)
         released = summary.released
         if self.remote is not None:
-            released = list_site_releases(released, parts, self.setup.federation.sites, predictions)
+            released = list_site_releases(released, self.setup.plan, final.answers, final.withheld)
         summary = summary.model_copy(
             update={
                 "engine": EngineUsed(name=choice.name, reason=choice.why),
                 "finish": StudentTraining.model_validate(refined, from_attributes=True) if refined else None,
                 "absent": dict(self.remote.absent) if self.remote else {},
+                "withheld": dict(final.withheld),
                 "released": released,
                 "privacy": summarise_privacy(budget, outcome.budget_exhausted, journal.rows) if budget else None,
             }
         )
         if self.folder:
-            save_predictions(RunFolder(self.folder).predictions_file, predictions, held_out)
+            save_predictions(RunFolder(self.folder).predictions_file, final.predictions, held_out)
             self.write_result(outcome, summary, student)
             erase_file(RunFolder(self.folder).secret)
         return RunResult(summary, outcome.state, self.folder)
@@ -197,6 +203,8 @@ class Experiment:
         if self.remote is not None:  # the quorum of real sites is all of them, unless the recipe allows fewer
             quorum = self.recipe.quorum or self.recipe.cohort or len(setup.sites)
             rules = replace(rules, deadline=self.remote.deadline, quorum=quorum)
+        else:  # the sites' networks are in this memory anyway
+            rules = replace(rules, update_memory=psutil.virtual_memory().available // 4)
         return Rounds(
             setup.federation,
             setup.algorithm,
@@ -208,6 +216,7 @@ class Experiment:
             setup.transforms,
             budget,
             self.server_trainer,
+            None if self.remote is None else self.remote.peers,
         )
 
     def _train_student(self, state: Bundle) -> RefinementResult | None:
@@ -221,25 +230,35 @@ class Experiment:
             )
         return refined
 
+    def _predict_all(self, rounds: Rounds, outcome: Outcome, extra: Bundle) -> CollectedAnswers:
+        """Return the predictions of all sites, which a simulation has in its own process."""
+        return CollectedAnswers(rounds.collect_predictions(outcome, predicted_parts(self.recipe), extra))
+
+    def _ask_for_scores(self, rounds: Rounds, outcome: Outcome, extra: Bundle) -> CollectedAnswers:
+        """Return what real sites tell of the final models; sites that tell no scores are noted with the reason."""
+        parts = predicted_parts(self.recipe)
+        expected = expected_sites(self.setup.sites, parts, len(self.setup.federation.classes))
+        withheld: dict[SiteId, str] = {}
+        answers = rounds.evaluate_sites(
+            outcome, parts, lambda site, reply: read_answer(reply, expected[site]), extra, withheld
+        )
+        for site, why in find_odd_sites(answers).items():
+            del answers[site]
+            withheld[site] = why
+            self.watch("evaluated", {"site": site, "outcome": "refused", "why": why})
+        return CollectedAnswers(merge_predictions(answers), answers, withheld)
+
     def _assess(
-        self,
-        predictions: Mapping[SiteId, Bundle],
-        held_out: Predictions | None,
-        journal: FolderJournal | RamJournal,
-        state: Bundle,
-    ) -> Assessment:
-        """Return the scores of the final models, or the last reports where no predictions leave the sites."""
-        if predictions:
-            stream = Stream(self.recipe.seed, ("bootstrap",))
-            return assess_predictions(CLASSIFICATION, predictions, held_out, self.recipe.evaluate.bootstrap, stream)
-        scores = summarise_reports(CLASSIFICATION, journal.rows)
-        if not scores.merged:
-            self._write_model(state)
-            raise RoundFailed(
-                "all rounds were played, but no site lets predictions or metrics leave, so there is nothing to "
-                "report; the model is in model.safetensors"
-            )
-        return scores
+        self, final: CollectedAnswers, held_out: Predictions | None, journal: FolderJournal | RamJournal
+    ) -> FinalFigures:
+        """Return the scores of the final models; of real sites that tell none, the last reports of rounds."""
+        stream, resamples = Stream(self.recipe.seed, ("bootstrap",)), self.recipe.evaluate.bootstrap
+        if self.remote is None:
+            found = assess_predictions(CLASSIFICATION, final.predictions, held_out, resamples, stream)
+            return FinalFigures(found, "predictions")
+        tested = sum(len(images.test) > 0 for images in self.setup.sites.values())
+        figures = assess_answers(final.answers, tested, self.recipe.evaluate.headline, resamples, stream)
+        return figures or assess_reports(journal.rows)
 
     def _make_engine(self, resources: contextlib.ExitStack) -> tuple[Engine, EngineChoice]:
         """Return the engine that sites work on, and why it was chosen."""
@@ -326,12 +345,12 @@ class Experiment:
     def summarise(
         self,
         outcome: Outcome,
-        scores: Assessment,
+        figures: FinalFigures,
         journal: FolderJournal | RamJournal,
         seconds: float,
         student: Bundle | None,
     ) -> RunSummary:
-        recipe, dataset, rows = self.recipe, self.setup.dataset, journal.rows
+        recipe, dataset, rows, scores = self.recipe, self.setup.dataset, journal.rows, figures.assessment
         public = self.server_trainer.evaluate_models(outcome.state, student) if self.server_trainer else {}
         batch = recipe.training.batch_size(max(self.setup.federation.sites.values()))
         return RunSummary(
@@ -347,7 +366,8 @@ class Experiment:
             site_sizes=[SiteSizes.model_validate(site) for site in dataset.describe()],
             model=self.setup.networks.model_sizes((batch, dataset.channels, dataset.size, dataset.size)),
             clusters=self.setup.networks.cluster_members(dataset.sites) if recipe.clusters else {},
-            headline=choose_headline(scores.merged, public, recipe.evaluate.headline),
+            headline=figures.choose_headline(public, recipe.evaluate.headline, len(dataset.sites)),
+            pooled_from=figures.pooled_from,
             sites=scores.sites,
             merged=scores.merged,
             public=public,

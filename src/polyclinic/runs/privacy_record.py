@@ -12,6 +12,7 @@ from polyclinic.evaluation.summary import PrivacySpent, ReleasedKind
 from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.privacy.accounting import Accountant, Spend, epsilon
 from polyclinic.privacy.plan import RELEASED, PrivacyPlan, describe_clip, describe_noise
+from polyclinic.runs.final_evaluation import SiteAnswer
 
 ACCOUNTANTS: tuple[Accountant, ...] = ("pld", "rdp", "prv")
 STATISTICS = ("prototypes", "counts", "features", "means")
@@ -38,15 +39,36 @@ def list_releases(plan: PrivacyPlan | None, exchanges: Iterable[Exchange]) -> li
 
 
 def list_site_releases(
-    released: Iterable[ReleasedKind], parts: Iterable[str], sites: Iterable[SiteId], sent_by: Collection[SiteId]
+    released: Iterable[ReleasedKind],
+    plan: PrivacyPlan | None,
+    answers: Mapping[SiteId, SiteAnswer],
+    withheld: Collection[SiteId],
 ) -> list[ReleasedKind]:
-    """Return the same for real sites, which may withhold predictions; `sent_by`: the sites that sent theirs."""
-    withheld = [site for site in sites if site not in sent_by]
-    text = "asked for after the last round; no site let them leave"
-    if sent_by:
-        text = f"of each image for {', '.join(parts)}, with its label, from {', '.join(sent_by)}; no plan protects them"
-        text += f"; none came from {', '.join(withheld)}" if withheld else ""
-    return [r.model_copy(update={"protection": text}) if r.kind == "predictions" else r for r in released]
+    """Return the same for real sites, which score the final models at home; `answers`: what they told, `withheld`: the
+    sites that told no scores."""
+    scored = [site for site, answer in answers.items() if answer.scores is not None]
+    sent = [site for site, answer in answers.items() if answer.predictions]
+    scores = "computed at each site after the last round; they stayed there"
+    if scored:
+        scores = f"computed at each site after the last round, from {', '.join(scored)}; {_protect_scores(plan)}"
+        scores += f"; none came from {', '.join(withheld)}" if withheld else ""
+    predictions = "asked of no site, and none left a site"
+    if sent:
+        predictions = (
+            f"of test images only, once, in thousandths, with each image's label, from {', '.join(sent)}; no plan "
+            "protects them"
+        )
+    kept = [row for row in released if row.kind not in ("predictions", "final scores")]
+    rows = {"final scores": scores, "predictions": predictions}
+    return [*kept, *(ReleasedKind(kind=kind, protection=text) for kind, text in rows.items())]
+
+
+def _protect_scores(plan: PrivacyPlan | None) -> str:
+    if plan is None:
+        return "no plan"
+    if plan.config.metrics == "open":
+        return "as they are: NOT protected"
+    return f"accuracy and loss of test images from noised counts (noise {plan.metrics_noise:.4g}), charged to them"
 
 
 def _describe_protection(plan: PrivacyPlan, kind: str) -> str:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from polyclinic.core import Batch, DataError, EngineError, Refused, SiteId
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.data.partitioning.site_data import SiteSummary
-from polyclinic.data.patients import UNNAMED
 from polyclinic.runs.sites import FederatedDataset, check_site_name
 
 Count: TypeAlias = Annotated[int, Field(ge=0, le=10**9)]
@@ -43,6 +42,11 @@ class SiteProfile(BaseModel):
     """Training images beyond privacy.group, which are not used."""
     fingerprint: Word
 
+    @property
+    def images(self) -> int:
+        """The number of images of all parts."""
+        return self.train + self.validation + self.test
+
     @staticmethod
     def from_fields(fields: object) -> SiteProfile:
         """Read a profile from the JSON of a message; raises `Refused` if a field is missing or invalid."""
@@ -55,7 +59,7 @@ class SiteProfile(BaseModel):
 
 @dataclass(frozen=True)
 class RemoteImages:
-    """Images on another machine: their number and shape."""
+    """Images on another machine: their number and shape, and how many are of one patient, or of nobody named."""
 
     count: int
     shape: tuple[int, ...]
@@ -70,12 +74,8 @@ class RemoteImages:
         raise EngineError("labels of another site's images were asked for, which never leave it")
 
     @property
-    def patients(self) -> tuple[str, ...]:
-        """Placeholders: as many are equal as the site has images of one patient, and as many are not named."""
-        unnamed = min(self.unnamed, self.count)
-        alike = min(self.largest, self.count - unnamed)
-        others = (str(number) for number in range(2, self.count - unnamed - alike + 2))
-        return (*("1",) * alike, *others, *(f"{UNNAMED}{number}" for number in range(unnamed)))
+    def patients(self) -> None:
+        """Not known: a site tells counts alone, and a billion names made from a count would fill the memory."""
 
     def batch(self, index: Tensor) -> Batch:
         """Return a blank batch, whose shape is used in the dry run of a round."""

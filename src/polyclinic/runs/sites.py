@@ -138,7 +138,7 @@ def check_site_name(name: SiteId) -> None:
             f"The site name {name[:100]!r} is empty, too long, or holds '/', '@', '|' or a control character; "
             "rename the site."
         )
-    taken = ("global", "personal", "transfer", "validation", "student", "ensemble", "public", "server")
+    taken = ("global", "personal", "transfer", "validation", "test", "student", "ensemble", "public", "server")
     if name in (POOLED, HELD_OUT, *taken):
         raise DataError(f"A site cannot be called {name!r}, which has a meaning in results; rename the site.")
 

@@ -11,7 +11,7 @@ from polyclinic.storage.ledger import Ledger
 from polyclinic.storage.messages import Message
 from polyclinic.storage.metrics_file import MetricsFile
 from polyclinic.storage.run_folder import RunFolder
-from polyclinic.storage.snapshots import SnapshotStore
+from polyclinic.storage.snapshots import LEAST_KEPT, SnapshotStore
 
 Fields = Mapping[str, object]
 """A row as JSON; it is read back as a typed row (`evaluation/rows.py`)."""
@@ -23,6 +23,8 @@ class RamJournal:
 
     rows: list[MetricRow] = field(default_factory=list)
     costs: list[LedgerRow] = field(default_factory=list)
+    masks: Path | None = None
+    """Where to keep what is heard in masked rounds; None: in memory."""
 
     def resume(self) -> Message | None:
         return None
@@ -51,12 +53,13 @@ class RamJournal:
 class FolderJournal:
     """Writes `metrics.jsonl`, `ledger.jsonl` and `snapshots/` in a run's folder."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, keep_snapshots: int = LEAST_KEPT) -> None:
         self.folder = RunFolder(path)
         self.folder.prepare()
-        self.snapshots = SnapshotStore(self.folder.snapshots)
+        self.snapshots = SnapshotStore(self.folder.snapshots, keep_snapshots)
         self.ledger = Ledger(self.folder.ledger_file)
         self._metrics = MetricsFile(self.folder.metrics_file)
+        self.masks: Path | None = self.folder.masks
 
     @property
     def rows(self) -> list[MetricRow]:

@@ -41,6 +41,8 @@ class RunFolder:
         self.privacy_page, self.privacy_plan = path / "privacy.md", path / "plan.json"
         self.secret = path / "secret"
         """The key of a private run's noise, until the run has ended."""
+        self.masks = path / "masks"
+        """What was heard in rounds whose updates are masked, for a resume."""
         self.engine, self.mlflow = path / "engine.json", path / "mlflow.json"
         self.lock, self.status = path / LOCK, path / "status.json"
         self.enrolment = path / "enrolled.json"

@@ -10,13 +10,13 @@ import binascii
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA384
 
-from polyclinic.core import Refused, SiteId
+from polyclinic.core import Refused, SiteId, Stream
 
 ALGORITHM = ec.ECDSA(SHA384(), deterministic_signing=True)
 """As in RFC 6979: signing a statement twice gives the same bytes, so that a repeated message is the same message."""
@@ -34,7 +34,7 @@ class SiteSigner:
         return base64.b64encode(self.key.sign(_statement(purpose, fields), ALGORITHM)).decode()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PeerKeys:
     """The public keys of the sites of a federation, from a source that the server cannot change."""
 
@@ -54,9 +54,33 @@ class PeerKeys:
             ) from None
 
 
-def make_signers(sites: list[SiteId]) -> tuple[dict[SiteId, SiteSigner], PeerKeys]:
-    """Return new keys for the sites of a simulation, and what each of them knows of the others."""
-    signers = {site: SiteSigner(site, ec.generate_private_key(ec.SECP384R1())) for site in sites}
+class Keyring(Protocol):
+    """What a site needs to sign, and to verify what others have signed."""
+
+    @property
+    def signer(self) -> SiteSigner: ...
+
+    @property
+    def keys(self) -> PeerKeys:
+        """The public keys of all sites."""
+        ...
+
+
+def make_signers(sites: list[SiteId], stream: Stream | None = None) -> tuple[dict[SiteId, SiteSigner], PeerKeys]:
+    """Return keys for the sites of a simulation, and what each of them knows of the others.
+
+    With a `stream` the keys follow from it, so that several processes of one simulation have the same.
+    """
+    curve = ec.SECP384R1()
+    signers = {
+        site: SiteSigner(
+            site,
+            ec.generate_private_key(curve)
+            if stream is None
+            else ec.derive_private_key(int.from_bytes(stream.child(site).key()), curve),
+        )
+        for site in sites
+    }
     return signers, PeerKeys({site: signer.key.public_key() for site, signer in signers.items()})
 
 

@@ -9,7 +9,10 @@ import io
 import os
 import subprocess
 import sys
+import threading
 import zipfile
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,7 @@ from polyclinic.deploy.provisioning.software import (
     Wheel,
     _locked_lines,
     build_wheel,
+    list_wheel_hashes,
     lock_requirements,
     read_requirements,
 )
@@ -80,6 +84,31 @@ def test_a_package_without_a_hash_is_not_locked() -> None:
     package = {"metadata": {"name": "numpy", "version": "2"}, "download_info": {"url": "file:///n.whl", "dir_info": {}}}
     with pytest.raises(EngineError, match="no SHA-256 for numpy 2"):
         list(_locked_lines({"install": [package]}))
+
+
+def test_hashes_of_wheels_for_other_machines_are_those_that_the_index_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over HTTP, of the same version, and of wheels only."""
+    page = tmp_path / "simple" / "some-name" / "index.html"
+    page.parent.mkdir(parents=True)
+    files = [
+        "some_name-1.0-cp311-a.whl",
+        "Some.Name-1.0-cp312-b.whl",
+        "some_name-1.0.1-cp312-c.whl",
+        "some_name-1.0.tar.gz",
+    ]
+    hashes = [hashlib.sha256(file.encode()).hexdigest() for file in files]
+    rows = (f'<a href="../{f}#sha256={h}" data-x="y">{f}</a>' for f, h in zip(files, hashes, strict=True))
+    page.write_text("<br/>\n".join(rows))
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path))) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple/")
+        assert list_wheel_hashes("some-name", "1.0") == set(hashes[:2])
+        assert list_wheel_hashes("other", "1.0") == set()
+        server.shutdown()
+        thread.join()
 
 
 def test_without_an_index_there_are_no_hashes_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from tests.deploy.example_sites import (
     CLUSTERS,
     ApprovingHandler,
     Crossing,
+    answers_of,
     asked,
     beginning,
     config,
@@ -222,8 +223,9 @@ def test_a_run_keeps_its_terms_and_old_runs_make_room(home: Path) -> None:
 
 def test_the_log_of_releases_tells_every_byte_that_left(home: Path) -> None:
     crossing = Crossing(desks(home, "log"))
-    rounds, outcome = deployed(recipe(algorithm="scaffold", rounds=2), home, crossing)
-    rounds.collect_predictions(outcome, ["test"])
+    found = recipe(algorithm="scaffold", rounds=2)
+    rounds, outcome = deployed(found, home, crossing)
+    answers_of(found, home, rounds, outcome)
     left = [reply for (site, _), reply in zip(crossing.sent, crossing.replies, strict=True) if site == "lake"]
     rows = crossing.desks["lake"].releases.read_entries()
     assert [row["sha256"] for row in rows] == [hashlib.sha256(reply).hexdigest() for reply in left]
@@ -234,7 +236,7 @@ def test_the_log_of_releases_tells_every_byte_that_left(home: Path) -> None:
         sent = messages.decode(reply)
         sizes = {kind: sum(t.nbytes for t in group.values()) for kind, group in sent.tensors.items()}
         assert {kind: size for kind, size in row["kinds"].items() if kind in sizes} == sizes
-        assert ("metrics" in row["kinds"]) == bool(sent.fields.get("report"))
+        assert ("metrics" in row["kinds"]) == bool(sent.fields.get("report") or sent.fields.get("scores"))
     assert json.loads((home / "lake" / "log" / "releases.jsonl").read_text().splitlines()[0]) == rows[0]
 
 

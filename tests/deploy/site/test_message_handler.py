@@ -13,9 +13,8 @@ import torch
 
 from polyclinic import Recipe
 from polyclinic.core.errors import Refused
-from polyclinic.core.rng import Stream
 from polyclinic.deploy.site.images import load_own_site
-from polyclinic.evaluation.assessment import assess_predictions
+from polyclinic.evaluation.site_scores import merge_final_scores
 from polyclinic.evaluation.task import CLASSIFICATION
 from polyclinic.runs.sites import load_sites
 from polyclinic.storage import messages
@@ -29,6 +28,7 @@ from tests.deploy.example_sites import (
     TABLE,
     ApprovingHandler,
     Crossing,
+    answers_of,
     asked,
     beginning,
     config,
@@ -91,18 +91,15 @@ def test_message_handlers_end_in_the_bits_of_the_simulation(case: str, home: Pat
     assert messages.hash_tensors(outcome.state) != messages.hash_tensors(rounds.algorithm.init(rounds.federation))
 
 
-def test_message_handlers_predict_the_same_as_the_simulation(home: Path) -> None:
+def test_message_handlers_score_the_same_as_the_simulation(home: Path) -> None:
+    """Every figure of every part, of all images that the site has; `test_serve.py` compares whole runs."""
     found = recipe(algorithm="fedbn", rounds=2)
-    rounds, outcome = deployed(found, home, Crossing(desks(home, "predictions")))
-    predictions = rounds.collect_predictions(outcome, ["train", "validation", "test"])
-    scores = assess_predictions(CLASSIFICATION, predictions, None, 0, Stream(found.seed, ("bootstrap",)))
-    together = simulation(found, home).run().summary.sites
-    for site, models in scores.sites.items():
-        for model, parts in models.items():
-            assert parts.keys() == {"test"}
-            exact = together[site][model]["test"]
-            assert parts["test"].n == exact.n
-            assert parts["test"].value("loss") == pytest.approx(exact.value("loss"), abs=2e-3), "rounded"
+    rounds, outcome = deployed(found, home, Crossing(desks(home, "scores")))
+    told = answers_of(found, home, rounds, outcome)
+    scores = merge_final_scores(CLASSIFICATION, {site: answer.scores for site, answer in told.items() if answer.scores})
+    together = simulation(found, home).run().summary
+    assert scores.sites == together.sites
+    assert scores.sites["hill"]["personal"].keys() == {"train", "validation", "test"}
 
 
 class Restless(Crossing):

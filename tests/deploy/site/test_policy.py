@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings, strategies as st
 
 from polyclinic import Recipe
+from polyclinic.config.identity import predicted_parts
 from polyclinic.core import Bundle
 from polyclinic.core.errors import RecipeError, Refused
 from polyclinic.deploy.site.config import SiteConfig
@@ -24,10 +24,10 @@ from polyclinic.deploy.site.policy import (
     check_scalars,
     check_sent_kinds,
     recipe_digest,
-    round_predictions,
     write_approvals,
 )
 from polyclinic.deploy.site.release_log import ReleaseLog, RotatingLog
+from polyclinic.deploy.site.scores import read_kept_scores
 from polyclinic.federation.rounds import Rounds
 from polyclinic.privacy.accounting import Spend, epsilon
 from polyclinic.runs.experiment import Experiment
@@ -171,8 +171,13 @@ def test_metrics_and_predictions_are_asked_for_in_vain_where_they_may_not_leave(
     assert "the recipe has no metrics in round 1" in said(desk.answer_message(nosy))["why"]
     assert "examples" in said(desk.answer_message(rounds.prepare_outbox("train", 1, state, ["hill"], [])["hill"]))
     last = rounds.prepare_outbox("evaluate", 2, state, ["hill"], ["test"])["hill"]
-    assert "does not let predictions leave" in said(desk.answer_message(last))["why"]
-    assert [row["kinds"].keys() - {"model", "buffers"} for row in desk.releases.read_entries()] == [set()]
+    told = messages.decode(desk.answer_message(last))
+    assert "does not let metrics leave" in told.fields["withheld"]
+    assert "scores" not in told.fields
+    assert told.tensors == {}
+    (kept,) = read_kept_scores(desk.config.folder)
+    assert kept.withheld == told.fields["withheld"]
+    assert [row["kinds"].keys() - {"model", "buffers"} for row in desk.releases.read_entries()] == [set(), set()]
 
 
 @pytest.mark.parametrize("expressly", [False, True])
@@ -182,11 +187,12 @@ def test_beside_a_budget_predictions_leave_only_if_the_site_says_so(expressly: b
     made = simulation(recipe(privacy=WISH, evaluate__every=0), home)
     desk = ApprovingHandler(config(home, "hill", f"predictions {expressly}", **limit))
     rounds, state = played(desk, made)
-    reply = said(desk.answer_message(rounds.prepare_outbox("evaluate", 6, state, ["hill"], ["test"])["hill"]))
-    assert ("failure" in reply) != expressly
-    assert expressly or "set budget.predictions: true" in reply["why"]
+    order = rounds.prepare_outbox("evaluate", 6, state, ["hill"], ["test"])["hill"]
+    reply = messages.decode(desk.answer_message(order))
+    assert ("predictions" in reply.tensors) == expressly
     (row,) = (one for one in desk.preview_releases(made.recipe) if one.kind == "predictions")
     assert ("does not leave" in row.protection) != expressly
+    assert expressly or "set budget.predictions: true" in row.protection
 
 
 def test_the_last_look_at_a_reply_finds_kinds_and_bytes_that_nobody_agreed_to() -> None:
@@ -206,31 +212,23 @@ def test_training_and_validation_images_are_predicted_for_nobody(plan: dict[str,
     made = simulation(recipe(privacy=plan, rounds=1), home)
     desk = ApprovingHandler(config(home, "hill", f"parts {plan}"))
     rounds, state = played(desk, made)
-    asks = rounds.prepare_outbox("evaluate", 2, state, ["hill"], ["train", "validation", "test"])["hill"]
+    asks = rounds.prepare_outbox("evaluate", 2, state, ["hill"], predicted_parts(made.recipe))["hill"]
     found = messages.decode(desk.answer_message(asks)).tensors["predictions"]
     assert {name.split("|")[1] for name in found} == {"test"}
-    rows = found["global|test|probabilities"].double()
-    assert torch.equal((rows * 1000).round() / 1000, (rows * 1e6).round() / 1e6), "three decimals"
-    assert torch.allclose(rows.sum(1), torch.ones(len(rows), dtype=torch.float64), atol=1e-6), "the last tells nothing"
+    rows = found["global|test|thousandths"]
+    assert (rows.dtype, rows.shape[1]) == (torch.int16, 1), "whole thousandths; the last class tells nothing"
     assert desk.releases.read_entries()[-1]["epsilon"] == "unprotected"
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(2, 9), st.integers(0, 2**32))
-def test_rounded_predictions_are_probabilities_near_the_exact_ones(classes: int, seed: int) -> None:
-    exact = (torch.randn(20, classes, generator=torch.Generator().manual_seed(seed)) * 9).softmax(1)
-    rounded = round_predictions({"m|test|probabilities": exact})["m|test|probabilities"]
-    assert float((rounded.double() - exact.double()).abs().max()) <= 0.0005 * classes + 1e-6
-    assert float(rounded.min()) >= 0
-    again = round_predictions({"m|test|probabilities": rounded})["m|test|probabilities"]
-    assert torch.equal(again, rounded)
-    check_predicted({"m|test|probabilities": rounded}, "hill")
-    if not torch.equal(rounded, exact):
-        with pytest.raises(Refused, match="more than 3 decimals"):
-            check_predicted({"m|test|probabilities": exact}, "hill")
+def test_the_last_look_at_predictions_finds_other_parts_and_numbers_that_are_not_rounded() -> None:
+    rows = torch.zeros(4, 1, dtype=torch.int16)
+    check_predicted({"m|test|thousandths": rows, "m|test|labels": torch.zeros(4).long()}, "hill")
+    for name, wrong in (("thousandths", rows.double()), ("probabilities", rows.double()), ("labels", rows)):
+        with pytest.raises(Refused, match="not whole thousandths"):
+            check_predicted({f"m|test|{name}": wrong}, "hill")
     for part in ("train", "validation"):
         with pytest.raises(Refused, match=f"predictions of {part} images"):
-            check_predicted({f"m|{part}|labels": rounded}, "hill")
+            check_predicted({f"m|{part}|labels": rows}, "hill")
 
 
 @pytest.mark.parametrize("scalars", [{"other": 1.0}, {"steps": float("nan")}, {"steps": "8"}, {"steps": [1]}, 5, [1]])

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from polyclinic.core import Part
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.runs.experiment import Experiment
+from polyclinic.runs.final_evaluation import expected_sites, read_answer
 from tests.data.test_secrecy import FAILURES, NAME, SITES, Rows, hits, recipe, rows as rows, told_in, write_table
 from tests.deploy.example_sites import EVERYTHING, ApprovingHandler, Crossing, asked, beginning, loop, said
 
@@ -36,7 +38,10 @@ def test_a_run_between_sites_tells_nobody(
         for order in (asked("enrol", site, found), beginning(made, site)):
             assert isinstance(crossing.answer(site, order), bytes)
     rounds = loop(made, crossing)
-    rounds.collect_predictions(rounds.play_all(), ["train", "validation", "test"])
+    parts: list[Part] = ["train", "validation", "test"]
+    expected = expected_sites(made.setup.sites, parts, len(made.setup.dataset.classes))
+    told = rounds.evaluate_sites(rounds.play_all(), parts, lambda site, reply: read_answer(reply, expected[site]))
+    assert all(answer.scores and answer.predictions for answer in told.values())
     assert len(crossing.replies) == 3 * (2 + 2 + 1)
     assert all(site.encode() in reply for (site, _), reply in zip(crossing.sent, crossing.replies, strict=True))
     assert hits(b"".join(crossing.replies)) == 0

@@ -22,6 +22,9 @@ class Local(Algorithm):
     def exchanges(self) -> tuple[Exchange, ...]:
         return ()
 
+    def averaged_kinds(self) -> tuple[str, ...]:
+        return ()
+
     def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
         return {} if site in state.get("started", {}) else network_weights(state)
 

@@ -23,6 +23,12 @@ class OneShot(FedAvg):
     def exchanges(self) -> tuple[Exchange, ...]:
         return tuple(Exchange(kind, like=kind, optional=True) for kind in WEIGHT_KINDS)
 
+    def averaged_kinds(self) -> tuple[str, ...]:
+        return ()  # models that were trained apart for the whole run have no common start to measure from
+
+    def needs_single_updates(self) -> str:
+        return "its sites send models that were trained apart for the whole run"
+
     def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
         return Local().broadcast(state, site)
 

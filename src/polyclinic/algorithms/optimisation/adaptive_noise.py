@@ -42,6 +42,7 @@ def scale_noise(sigma: float, spread: float, rule: Literal["equation", "text"]) 
 
 @dataclass(frozen=True)
 class AdaptiveNoise(FedAvg):
+    averages: ClassVar[bool] = False  # every site tells its σ_k
     unused_options: ClassVar = {"paper": ("largest_loss", "loss_noise")}
     scalars: ClassVar = ("noise",)
     variant: Literal["corrected", "paper"] = "corrected"

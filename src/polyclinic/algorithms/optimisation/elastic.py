@@ -75,6 +75,9 @@ class Elastic(Algorithm):
     def exchanges(self) -> tuple[Exchange, ...]:
         return (*super().exchanges(), Exchange("sensitivity", like="model"))
 
+    def averaged_kinds(self) -> tuple[str, ...]:
+        return (*super().averaged_kinds(), "sensitivity")
+
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         fitted = yield Fit(received, task_loss, self.training)
         omega = yield Score(

@@ -9,6 +9,7 @@ correction); `training.weights: uniform` replaces n_k by 1. BatchNorm statistics
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from polyclinic.algorithms.base import Algorithm
 from polyclinic.core import Bundle, Fit, Site, Stream, Update, Updates, Work
@@ -17,6 +18,8 @@ from polyclinic.training.losses import task_loss
 
 @dataclass(frozen=True)
 class FedAvg(Algorithm):
+    averages: ClassVar[bool] = True
+
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         fitted = yield Fit(received, task_loss, self.training)  # (1)
         return Update(fitted.weights, site.examples), None

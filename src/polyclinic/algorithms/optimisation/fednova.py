@@ -37,6 +37,9 @@ class FedNova(Algorithm):
                 "without momentum; set training.optimiser.name: sgd, or choose fedavg"
             )
 
+    def needs_single_updates(self) -> str:
+        return "fednova divides every site's update by its own number of steps"
+
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         fitted = yield Fit(received, task_loss, self.training)
         return Update(fitted.weights, site.examples, scalars={"steps": float(fitted.steps)}), None

@@ -14,7 +14,7 @@ Departures: the mean in (3) follows `training.weights` (uniform, as in the paper
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -26,6 +26,7 @@ from polyclinic.training.losses import corrected_loss
 
 @dataclass(frozen=True)
 class Scaffold(Algorithm):
+    averages: ClassVar[bool] = True
     global_lr: Annotated[float, Field(gt=0, le=100)] = 1.0
     """η_g, usually 1."""
 
@@ -39,7 +40,10 @@ class Scaffold(Algorithm):
             )
 
     def exchanges(self) -> tuple[Exchange, ...]:
-        return (*super().exchanges(), Exchange("control", like="control"))
+        return (*super().exchanges(), Exchange("control", like="control", weighted=False))
+
+    def averaged_kinds(self) -> tuple[str, ...]:
+        return (*super().averaged_kinds(), "control")
 
     def init(self, federation: Federation) -> Bundle:
         zero = {name: torch.zeros_like(w) for name, w in federation.initial["model"].items()}
@@ -56,12 +60,13 @@ class Scaffold(Algorithm):
         return update, {"control": {name: c_k[name] + moved[name] for name in c}}
 
     def aggregate(self, state: Bundle, updates: Updates) -> Bundle:
-        mean, moved = BundleMean(), RunningMean()
+        mean, moved, sites = BundleMean(), RunningMean(), 0
         for update in updates:
             mean.add(update.tensors, self.update_weight(update))
             moved.add(update.tensors["control"])
+            sites += len(update.sites)
         x, mean_y, mean_moved = state["model"], mean.value(), moved.value()
-        share = moved.count / int(state["all"]["sites"])
+        share = sites / int(state["all"]["sites"])
         model = {name: torch.lerp(x[name], mean_y["model"][name], self.global_lr) for name in x}  # (3)
         control = {name: c + share * mean_moved[name] for name, c in state["control"].items()}  # (4)
         return {**state, **mean_y, "model": model, "control": control}

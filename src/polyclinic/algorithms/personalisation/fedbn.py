@@ -31,6 +31,7 @@ LOCAL_KINDS = {"model": "norms", "buffers": "norm buffers"}
 
 @dataclass(frozen=True)
 class FedBN(Algorithm):
+    averages: ClassVar[bool] = True
     site_kinds: ClassVar[tuple[str, ...]] = tuple(LOCAL_KINDS.values())
 
     def init(self, federation: Federation) -> Bundle:
@@ -58,7 +59,7 @@ class FedBN(Algorithm):
     def aggregate(self, state: Bundle, updates: Updates) -> Bundle:
         mean, started = BundleMean(), dict(state.get("started", {}))
         for update in updates:
-            started[update.site] = torch.ones(())
+            started |= {site: torch.ones(()) for site in update.sites}
             mean.add(update.tensors, self.update_weight(update))
         return {**state, **mean.value(), "started": started}  # (2)
 

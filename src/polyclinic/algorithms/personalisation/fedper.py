@@ -8,6 +8,7 @@ The head never leaves the site. Departures: the heads of all sites start from th
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from polyclinic.algorithms.base import Algorithm, with_prefix, without_prefix
 from polyclinic.core import Bundle, Federation, Fit, Site, Stream, Update, Updates, Work
@@ -18,6 +19,8 @@ HEAD = "head."
 
 @dataclass(frozen=True)
 class FedPer(Algorithm):
+    averages: ClassVar[bool] = True
+
     def init(self, federation: Federation) -> Bundle:
         model = federation.initial["model"]
         return {**federation.initial, "model": without_prefix(HEAD, model), "head": with_prefix(HEAD, model)}

@@ -184,6 +184,9 @@ class FedAlign(FedAvg):
         noise = rng.child("noise", site.round).generator()
         return {**model, "model": losses.add_noise(model["model"], self.variance, noise)}
 
+    def needs_single_updates(self) -> str:
+        return "fed-align hands the features of single sites on to the others" if self.align else ""
+
     def check_update(self, update: Update) -> None:
         feature_bank.check_slot_counts(update.tensors.get("features", {}), self.bank)
 

@@ -166,6 +166,9 @@ class FedMP(FedAvg):
         moved = torch.where(seen[:, None], torch.lerp(start, new, self.mu_client), old)  # (6)
         return {"means": moved, "known": known | seen}
 
+    def needs_single_updates(self) -> str:
+        return "fedmp hands the features of single sites on to the others" if self.completion else ""
+
     def check_update(self, update: Update) -> None:
         """Refuse counts that the number of examples rules out: they are weights in (7) and sizes of the bank."""
         check_class_counts(update.tensors.get("means", {}), update.examples)

@@ -142,6 +142,9 @@ class FedMR(FedAvg):
             means, count = released["means"], count * (site.examples / count.sum().clamp(min=site.examples))
         return {"prototypes": {"means": means}, "counts": {"images": count.to(like.dtype)}}
 
+    def needs_single_updates(self) -> str:
+        return "fedmr weights every site's class means by its own counts"
+
     def check_update(self, update: Update) -> None:
         """Refuse counts that the number of examples rules out: they are weights in (5)."""
         check_class_counts(update.tensors.get("counts", {}), update.examples)

@@ -43,6 +43,9 @@ class Ensemble(Wrapper):
     def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
         return self.inner.broadcast(without_ensemble(state), site)
 
+    def needs_single_updates(self) -> str:
+        return "an ensemble keeps the model of every site"
+
     def aggregate(self, state: Bundle, updates: Updates) -> Bundle:
         kept = dict(state.get(ENSEMBLE, {}))
 

@@ -34,6 +34,7 @@ from polyclinic.core import PROTOCOL, EngineError, Failure, Refused, SiteId
 from polyclinic.deploy.flower.connections import Connection, ConnectionLimits, raise_descriptor_limit
 from polyclinic.deploy.flower.gateway import Gateway
 from polyclinic.deploy.flower.message_queue import MessageQueue
+from polyclinic.deploy.flower.silence import SilenceRule, SilenceWatch
 from polyclinic.deploy.provisioning.certificates import PublicKey, read_public_key
 from polyclinic.federation.engines import Answer
 from polyclinic.federation.mailbox import DividedMessages, message_parts
@@ -79,6 +80,9 @@ class FlowerEngine:
         self.link, self.patience = link, patience
         self.report: Callable[[str], None] = lambda _: None
         """Is called with a sentence when a message is sent again."""
+        self.silence = SilenceRule()
+        self.report_silence: Callable[[SiteId, str], None] = lambda _site, _sentence: None
+        """How long silent sites are waited for, and who is told of them."""
         self.away: dict[SiteId, float] = {}
         """When each absent site was first missed; kept from one exchange to the next."""
 
@@ -98,6 +102,7 @@ class FlowerEngine:
                 yield from exchange.collect_answer(0.2)
                 if time.monotonic() >= exchange.looked + 0.5:
                     yield from exchange.resend_or_give_up()
+                    yield from exchange.give_up_silent_sites()
             yield from (
                 (site, Failure("late", f"no reply within {deadline:g} s")) for site in exchange.unanswered_sites()
             )
@@ -111,6 +116,7 @@ class _Exchange:
     def __init__(self, engine: FlowerEngine, sent: Mapping[SiteId, bytes]) -> None:
         self.engine, self.sent = engine, sent
         self.begun = self.looked = time.monotonic()
+        self.silence = SilenceWatch(engine.silence, engine.report_silence)
         self.here = engine.link.connected_since()
         self.asked: dict[str, SiteId] = {}
         self.absent: set[SiteId] = set()
@@ -143,6 +149,7 @@ class _Exchange:
         name, *replies = self.engine.link.wait_for_reply(seconds) or ("",)
         if (site := self.asked.get(name)) is not None:
             self.forget_site(site)
+            self.silence.note_answer()
             yield site, _read_reply(replies.pop())  # so that only who is given the reply holds it
 
     def resend_or_give_up(self) -> Iterable[tuple[SiteId, Answer]]:
@@ -171,6 +178,15 @@ class _Exchange:
             self.engine.report(
                 f"{site} went away while at work and is back: it gets the message of {lost:.0f} s ago once more"
             )
+
+    def give_up_silent_sites(self) -> Iterable[tuple[SiteId, Answer]]:
+        """Report connected sites that do not answer; with a quorum, go on without them after a while."""
+        silent = list(dict.fromkeys(self.asked.values()))
+        if self.silence.is_over():
+            self.withdraw_messages(list(self.asked))
+            yield from ((site, Failure("late", f"no reply within {self.silence.limit:.0f} s")) for site in silent)
+        else:
+            self.silence.report_silence(silent)
 
     def unanswered_sites(self) -> list[SiteId]:
         return list(dict.fromkeys([*self.asked.values(), *self.absent]))

@@ -13,8 +13,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import urllib.request
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution, distributions, requires
@@ -35,6 +37,9 @@ TAG = "py3-none-any"
 HASHED = "--hash=sha256:"
 PATIENCE = 1800.0
 """Seconds that pip may take: it may have to download packages to learn what they need."""
+INDEX, LARGEST_PAGE, MOST_REQUESTS = "https://pypi.org/simple", 32 << 20, 16
+WHEEL_LINK = re.compile(r'href="[^"]*#sha256=([0-9a-f]{64})"[^>]*>\s*([^<\s]+-[^<\s]+-[^<\s]+\.whl)\s*<')
+"""A wheel in the list of a package's files (PEP 503)."""
 KEPT_METADATA = ("METADATA", "entry_points.txt", "licenses/LICENSE")
 STAMP = (1980, 1, 1, 0, 0, 0)
 """The time of all files in a wheel, so that the same code is the same wheel."""
@@ -186,6 +191,7 @@ NO_HASHES = (
 
 
 def _locked_lines(report: dict[str, Any]) -> Iterator[str]:
+    found: dict[tuple[str, str], str] = {}
     for package in report["install"]:
         name, version = package["metadata"]["name"], package["metadata"]["version"]
         if name == "polyclinic":
@@ -193,13 +199,34 @@ def _locked_lines(report: dict[str, Any]) -> Iterator[str]:
         digest = package["download_info"].get("archive_info", {}).get("hashes", {}).get("sha256", "")
         if not re.fullmatch("[0-9a-f]{64}", digest):
             raise EngineError(f"the package index gives no SHA-256 for {name} {version}; {NO_HASHES}")
-        yield f"{name.lower()}=={version} {HASHED}{digest}\n"
+        found[_normal_name(name), version] = digest
+    with ThreadPoolExecutor(MOST_REQUESTS) as pool:
+        others = pool.map(lambda package: list_wheel_hashes(*package), found)
+    for ((name, version), digest), more in zip(found.items(), others, strict=True):
+        yield f"{name}=={version} {' '.join(f'{HASHED}{one}' for one in sorted({digest} | more))}\n"
+
+
+def list_wheel_hashes(name: str, version: str) -> set[str]:
+    """The SHA-256 of all wheels of a package's version that the index lists, for machines of other kinds; none if the
+    index does not say."""
+    page = f"{os.environ.get('PIP_INDEX_URL', INDEX).rstrip('/')}/{name}/"
+    try:
+        with urllib.request.urlopen(page, timeout=30) as answer:
+            text = answer.read(LARGEST_PAGE).decode()
+    except (OSError, ValueError):
+        return set()
+    wheels = ((digest, file.split("-")) for digest, file in WHEEL_LINK.findall(text))
+    return {digest for digest, parts in wheels if [_normal_name(parts[0]), parts[1]] == [name, version]}
+
+
+def _normal_name(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @cache
 def installed_versions() -> list[str]:
     """Versions without build names such as `+cu128`, which the site's own machine decides."""
-    found = {re.sub(r"[-_.]+", "-", package.name).lower(): package.version.split("+")[0] for package in distributions()}
+    found = {_normal_name(package.name): package.version.split("+")[0] for package in distributions()}
     return [f"{name}=={found[name]}" for name in sorted(found.keys() - {"polyclinic", "pip", "flwr"})]
 
 

@@ -143,7 +143,7 @@ def build_site_profile(dataset: FederatedDataset, site: SiteId, version: str, ma
         "train": len(own.train),
         "validation": len(own.validation),
         "test": len(own.test),
-        "groups": [max_images_per_patient(part.patients) for part in parts[:2]],
+        "groups": [max_images_per_patient(part) for part in parts[:2]],
         "unnamed": [count_unnamed(part) for part in parts],
         "left_out": own.left_out,
         "fingerprint": mark,

@@ -6,6 +6,8 @@ or data of a patient. `policy.py` decides what may leave.
 """
 
 import contextlib
+import hashlib
+import json
 import logging
 import shutil
 import traceback
@@ -37,11 +39,23 @@ from polyclinic.deploy.site.message_checks import (
 from polyclinic.deploy.site.orders import Order, OrderBook, RunHistory, RunRules
 from polyclinic.deploy.site.participation import Participation, ReleasePreview, RunTerms
 from polyclinic.deploy.site.peers import load_peers
-from polyclinic.deploy.site.policy import check_approved, check_recipe, read_approvals, recipe_digest
+from polyclinic.deploy.site.policy import (
+    check_approved,
+    check_recipe,
+    check_unfinished,
+    finish_recipe,
+    read_approvals,
+    recipe_digest,
+)
 from polyclinic.deploy.site.release_log import FAILED, LOG, REFUSED, ReleaseLog, RotatingLog, timestamp
+from polyclinic.deploy.site.scores import KeptScores, describe_scores, keep_scores
+from polyclinic.federation.secure_aggregation.agreements import Agreements
+from polyclinic.federation.secure_aggregation.assembly import SiteIdentity
+from polyclinic.federation.secure_aggregation.cohort import MASKS, PHASES
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.storage import messages
 from polyclinic.storage.files import explain_os_errors, lock_folder, make_folder, write_atomically
+from polyclinic.storage.signatures import Keyring
 from polyclinic.storage.site_memory import DiskMemory, RamMemory
 
 CARD = "card"
@@ -59,7 +73,10 @@ class SiteMessageHandler:
 
     `report` is called with a sentence about every request, refusal and failure."""
 
-    def __init__(self, config: SiteConfig, report: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self, config: SiteConfig, report: Callable[[str], None] = lambda _: None, keyring: Keyring | None = None
+    ) -> None:
+        """`keyring`: this site's private key and the public keys of all sites; None: those of its kit."""
         self.config, self.site, self.report = config, config.site, report
         self.is_idle = True
         """Whether the site takes part in no run at the moment."""
@@ -68,6 +85,7 @@ class SiteMessageHandler:
         self.keys = SiteKeys(config.folder)
         self.peers = load_peers(config, self._write_log)
         """The other sites' keys and this site's own; None without the files of a kit, as in a rehearsal."""
+        self.keyring: Keyring | None = keyring or self.peers
         self.releases = ReleaseLog(config.folder)
         self.site_log = RotatingLog(config.folder / LOG)
         self.history = RunHistory(config.folder)
@@ -130,6 +148,7 @@ class SiteMessageHandler:
             "enrol": self._handle_enrol,
             "begin": self._handle_begin,
             "train": self._handle_round,
+            **dict.fromkeys(PHASES, self._handle_masks),
             "evaluate": self._handle_round,
             "end": self._handle_end,
         }
@@ -168,6 +187,7 @@ class SiteMessageHandler:
         if kept.exists() and self._load_terms(terms.run).digest != terms.digest:
             raise Refused("run", f"{self.site} has begun the run {terms.run} under other terms; end it first")
         if not kept.exists():
+            check_unfinished(terms.recipe_digest, self.site, read_approvals(self.config.folder))
             self.history.check_begin(self.site, self.config.allow)
         part = self._join_run(terms)
         part.check_terms()
@@ -179,7 +199,7 @@ class SiteMessageHandler:
                 self._clear_run_folder(oldest.parent)
             make_folder(kept.parent, 0o700)
             write_atomically(kept.with_name("images"), self.keys.mark_images(part.setup.dataset.fingerprint).encode())
-            if terms.recipe.privacy is not None:
+            if terms.recipe.privacy is not None or part.mask is not None:
                 self.keys.begin_run(kept.parent, terms.digest)
             self.history.record_begin()
             write_atomically(kept, data)
@@ -200,10 +220,12 @@ class SiteMessageHandler:
         purpose, order = str(fields["purpose"]), Order.from_message(message)
         kept, book = self._run_folder(run) / f"last-{purpose}", self._open_book(part)
         book.check(order, was_away=run not in self._attended)
-        former, cohort = _cached_reply(kept, order.digest), self._check_cohort(run, order.round, fields)
+        asked = _reply_key(order, fields)
+        former, cohort = _cached_reply(kept, asked), self._check_cohort(run, order.round, fields)
+        is_new = former is None
         if former is None:
             part.check_order(message)
-            answer = part.train(message) if purpose == "train" else part.evaluate(message)
+            answer = part.train(message) if purpose == "train" else self._evaluate(part, message)
         else:
             answer = messages.decode(former)
         kinds = part.check_reply(answer)
@@ -212,15 +234,48 @@ class SiteMessageHandler:
             if answer.fields.get(FIELD) != signed:  # the order was repeated with statements of other sites
                 answer, former = messages.Message({**answer.fields, FIELD: signed}, answer.tensors), None
         reply = former or messages.encode(answer.fields, answer.tensors)
-        if former is None:
+        if is_new:
             book.record(order)
+            if purpose == "evaluate":
+                finish_recipe(self.config.folder, part.terms.recipe_digest, timestamp())
             failpoint("order-recorded")
         self._attended.add(run)
         spent = part.account.epsilon_spent() if part.account is not None and purpose == "train" else None
         self.releases.record_release(reply, kinds, run=run, round=order.round, purpose=purpose, epsilon=spent)
         if former is None:
-            write_atomically(kept, order.digest.encode() + reply)
+            write_atomically(kept, asked.encode() + reply)
         return reply
+
+    def _handle_masks(self, message: messages.Message, _: bytes) -> bytes:
+        """Exchange keys and shares for masks. Nothing in the reply depends on images, and all of it can be repeated."""
+        fields, run = message.fields, read_run_id(message.fields)
+        part = self._open_participation(run)
+        check_approved(part.terms.recipe_digest, self.site, self._approved_recipes())
+        check_round_fields(fields, part.recipe, self.site)
+        answer = part.exchange_masks(message)
+        reply = messages.encode(answer.fields, answer.tensors)
+        purpose, round = str(fields["purpose"]), int(fields["round"])
+        self.releases.record_release(reply, {MASKS: len(reply)}, run=run, round=round, purpose=purpose, epsilon=None)
+        return reply
+
+    def _evaluate(self, part: Participation, message: messages.Message) -> messages.Message:
+        """Score the final models, keep the scores for the site's own people, and return what may leave of them."""
+        found, run, rounds = part.evaluate(message), read_run_id(message.fields), int(message.fields["round"]) - 1
+        kept = KeptScores(
+            run=run,
+            recipe=part.recipe.name,
+            algorithm=part.recipe.algorithm.name,
+            rounds=rounds,
+            time=timestamp(),
+            headline=found.headline,
+            scores=found.scores,
+            withheld=found.withheld,
+            predictions_sent=bool(found.tensors),
+        )
+        keep_scores(self.config.folder, kept)
+        self._write_log(describe_scores(kept))
+        fields = {"run": run, "round": message.fields["round"], "site": self.site, **found.answer}
+        return messages.Message(fields, found.tensors)
 
     def _open_book(self, part: Participation) -> OrderBook:
         run, allow = part.terms.run, self.config.allow
@@ -306,9 +361,23 @@ class SiteMessageHandler:
         self._open = None  # the networks of one run at a time
         run = self._run_folder(terms.run)
         self._open = Participation(
-            self.config, terms, own, DiskMemory(run / "memory"), lambda: self.keys.read_run_key(run)
+            self.config,
+            terms,
+            own,
+            DiskMemory(run / "memory"),
+            lambda: self.keys.read_run_key(run),
+            self._find_identity(run),
         )
         return self._open
+
+    def _find_identity(self, run: Path) -> SiteIdentity | None:
+        """Return what this site needs to mask its updates of a run; None if it knows no keys of other sites."""
+        if self.keyring is None:
+            return None
+        signer, peers = self.keyring.signer, self.keyring.keys
+        agreements = Agreements(run / "masks.json")
+        least = self.config.allow.least_sites
+        return SiteIdentity(signer, peers, lambda: self.keys.read_run_key(run).to_bytes(32), agreements, least)
 
     def _check_images(self, own: FederatedDataset, terms: RunTerms) -> None:
         """Raise `Refused` if the images have other classes or shapes than the run, or changed since it began."""
@@ -380,6 +449,13 @@ def _sign_order(cohort: SiteCohort, order: messages.Message, algorithm: Algorith
     """Return this site's statement on what it received."""
     weights, cluster = hash_shared_kinds(algorithm, order.tensors), algorithm.cluster_from_broadcast(order.tensors)
     return cohort.sign_round(int(order.fields["round"]), cluster, weights, order.fields.get(FIELDS, {}))
+
+
+def _reply_key(order: Order, fields: Mapping[str, object]) -> str:
+    """Return a hash of all that a reply depends on: the order, and with whom an update is masked."""
+    if MASKS not in fields:
+        return order.digest
+    return hashlib.sha256(json.dumps([order.digest, fields[MASKS]], sort_keys=True).encode()).hexdigest()
 
 
 def _cached_reply(kept: Path, asked: str) -> bytes | None:

@@ -9,7 +9,7 @@ the first round, so no file that a recipe names is read here. `policy.py` decide
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,15 +19,15 @@ from polyclinic.algorithms.base import WEIGHT_KINDS, Algorithm, classifier_weigh
 from polyclinic.algorithms.baselines.cross_site import CrossSite
 from polyclinic.algorithms.wrappers.clustered import CLUSTER_MARKER, Clustered
 from polyclinic.algorithms.wrappers.ensemble import ENSEMBLE
+from polyclinic.config.identity import predicted_parts
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import STUDENT, Bundle, EngineError, Fit, Refused, SiteId, Stream, Work
+from polyclinic.data.patients import max_images_per_patient
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.orders import check_first_weights, check_learning_rate, check_tensors
 from polyclinic.deploy.site.policy import (
-    DECIMALS,
     METRICS,
     PREDICTIONS,
-    RELEASED_PARTS,
     check_images,
     check_kinds,
     check_predicted,
@@ -38,15 +38,20 @@ from polyclinic.deploy.site.policy import (
     image_report_kinds,
     images_of_job,
     recipe_digest,
-    round_predictions,
 )
 from polyclinic.deploy.site.privacy_account import PrivacyAccount
+from polyclinic.deploy.site.scores import HomeEvaluation, answer_evaluation, noised_scores
+from polyclinic.evaluation.site_scores import FinalScores
 from polyclinic.federation.engines.local import keep_freed_memory
 from polyclinic.federation.job_loop import JobLoop
 from polyclinic.federation.rounds import draw_cohort
+from polyclinic.federation.secure_aggregation.assembly import SiteIdentity, mask_of
 from polyclinic.federation.site_runner import SiteRunner, drive_jobs
+from polyclinic.federation.update_check import split_predictions
 from polyclinic.privacy.plan import PrivacyPlan
+from polyclinic.privacy.transforms.mask import Mask
 from polyclinic.runs.assemble import RunSetup, assemble, initial_states, inner_algorithm, round_options
+from polyclinic.runs.final_evaluation import SCORES, rounded_bytes
 from polyclinic.runs.networks import device_of, recipe_for_site
 from polyclinic.runs.privacy_plan import bind_plan, noise_secret
 from polyclinic.runs.privacy_record import list_releases
@@ -54,7 +59,7 @@ from polyclinic.runs.sites import FederatedDataset
 from polyclinic.storage import messages
 from polyclinic.storage.site_memory import SiteMemory
 
-FIELD_KINDS = {"report": METRICS, "scalars": "scalars"}
+FIELD_KINDS = {"report": METRICS, SCORES: METRICS, "scalars": "scalars"}
 """The kinds of data in a reply's fields. Scalars are numbers that an algorithm needs, such as its number of steps."""
 
 
@@ -115,6 +120,7 @@ class Participation:
         dataset: This site's images.
         memory: Where the site's memory of the run is kept.
         read_key: Returns the run's key, whence its noise comes; called before the first round.
+        identity: What the site needs to mask its updates, if it knows other sites' keys.
     """
 
     def __init__(
@@ -124,17 +130,33 @@ class Participation:
         dataset: FederatedDataset,
         memory: SiteMemory,
         read_key: Callable[[], int],
+        identity: SiteIdentity | None = None,
     ) -> None:
         self.config, self.terms, self.site = config, terms, config.site
         self.recipe = recipe = _choose_device(terms.recipe, config)
         torch.set_num_threads(recipe.engine.threads)
         keep_freed_memory()
         self.setup = assemble(recipe, dataset, self._make_plan, site=self.site)
-        self._memory, self._read_key = memory, read_key
+        self._memory, self._read_key, self._identity = memory, read_key, identity
 
     @cached_property
     def runner(self) -> SiteRunner:
-        return self.setup.make_runner(self.site, self._memory, self._noise_secret())
+        if self.mask is not None and self._identity is None:
+            raise Refused(
+                "masks",
+                f"{self.site} has no keys of other sites, without which it masks nothing; ask the coordinator for the "
+                "list of sites of a new kit",
+            )
+        return self.setup.make_runner(self.site, self._memory, self._noise_secret(), self._identity)
+
+    @property
+    def mask(self) -> Mask | None:
+        """The stage of the recipe that masks updates, if it has one."""
+        return mask_of(self.setup.transforms)
+
+    def exchange_masks(self, message: messages.Message) -> messages.Message:
+        """Answer a message about the masks of a round, in which nothing depends on images."""
+        return self.runner.reply(message)
 
     def _make_plan(self, draft: RunSetup) -> PrivacyPlan:
         """Return the server's plan for this site alone: with the server's noise, priced by this site's own counts."""
@@ -255,13 +277,37 @@ class Participation:
             jobs.result = yield job
         return jobs.returned
 
-    def evaluate(self, message: messages.Message) -> messages.Message:
-        """Predict the test images, if predictions may leave, rounded: no other part, whatever the order names."""
-        check_predictions(self.site, self.config.allow, self.config.budget)
+    def evaluate(self, message: messages.Message) -> HomeEvaluation:
+        """Score the final models on this site's images, and decide what of it leaves."""
+        parts = message.fields["parts"]
+        if not set(parts) <= set(predicted_parts(self.recipe)):
+            why = "are protected by a plan" if self.setup.plan else "the recipe leaves out (evaluate.train: false)"
+            raise Refused("privacy", f"{self.site} was asked for scores of training images, which {why}")
         self.runner.check_order(message)
-        fields = {**message.fields, "parts": [part for part in message.fields["parts"] if part in RELEASED_PARTS]}
-        reply = self.runner.evaluate(messages.Message(fields, message.tensors))
-        return messages.Message(reply.fields, {PREDICTIONS: round_predictions(reply.tensors[PREDICTIONS])})
+        predicted = self.runner.evaluate(message).tensors.get(PREDICTIONS, {})
+        groups = split_predictions(predicted, len(self.setup.dataset.classes))
+        return answer_evaluation(
+            self.recipe,
+            self.site,
+            groups,
+            lambda: check_kinds((METRICS,), self.site, self.config.allow),
+            lambda: check_predictions(self.site, self.config.allow, self.config.budget),
+            lambda scores: self._release_noised(message, groups, scores),
+        )
+
+    def _release_noised(self, message: messages.Message, groups: Bundle, scores: FinalScores) -> FinalScores:
+        """Return noised scores of the models that rounds report on, after charging them to the test images."""
+        limits, plan = self.runner.limits, self.setup.plan
+        assert limits is not None
+        assert plan is not None
+        assert self.account is not None
+        models = tuple(model for model, parts in scores.models.items() if "test" in parts)[: plan.models]
+        secret = limits.noise_stream(message, self.runner.load_memory(message), self.runner.network.device.type)
+        tests = self.setup.sites[self.site].test
+        largest = max(max_images_per_patient(tests), plan.config.group or 1)
+        charge = self.account.final_releases(len(models), largest)
+        self.account.charge_round(int(message.fields["round"]), f"{secret.integer():016x}", charge)
+        return noised_scores(groups, models, plan.metrics_noise, secret)
 
     def check_reply(self, reply: messages.Message) -> dict[str, int]:
         """Return the kinds of a reply with their bytes.
@@ -273,7 +319,10 @@ class Participation:
         check_predicted(reply.tensors.get(PREDICTIONS, {}), self.site)
         check_scalars(fields.get("scalars", {}), self.scalars, self.site)
         reported = {kind: len(json.dumps(fields[key])) for key, kind in FIELD_KINDS.items() if fields.get(key)}
-        asked = {METRICS: reported.get(METRICS, 0)} if "report" in fields else {PREDICTIONS: sent.get(PREDICTIONS, 0)}
+        tests, classes = len(self.setup.sites[self.site].test), len(self.setup.dataset.classes)
+        asked = {METRICS: reported.get(METRICS, 0)}
+        if "report" not in fields:
+            asked[PREDICTIONS] = rounded_bytes(tests, classes)
         metrics = {METRICS: reported[METRICS]} if METRICS in reported else {}
         check_sent_kinds({**sent, **metrics}, {**self.byte_limits, **asked}, self.site, self.config.allow)
         return {**sent, **reported}
@@ -361,16 +410,32 @@ class Participation:
         ]
         if image_report_kinds(self.recipe):
             rows.append(ReleasePreview(METRICS, "every evaluated round", {}, 0, words[METRICS], epsilon=cost))
+        return [*rows, *self._preview_evaluation(cost)]
+
+    def _preview_evaluation(self, cost: float | None) -> Iterator[ReleasePreview]:
+        """List what would leave after the last round: scores of the final models, and predictions if they may."""
+        tests, privacy = len(self.setup.sites[self.site].test), self.recipe.privacy
+        try:
+            check_kinds((METRICS,), self.site, self.config.allow)
+            if privacy is not None and privacy.metrics == "suppress":
+                raise Refused("privacy", "the recipe's privacy plan keeps them here (privacy.metrics: suppress)")
+            noised = privacy is not None and privacy.metrics == "count"
+            what = "accuracy and loss of test images, from noised counts" if noised else "metrics, intervals and counts"
+            why = f"{what}, computed here; the predictions stay"
+            yield ReleasePreview("final scores", "after the last round", {}, 0, why, epsilon=cost if noised else None)
+        except Refused as refusal:
+            yield ReleasePreview("final scores", WITHHELD, {}, 0, f"does not leave: {refusal}")
         try:
             check_predictions(self.site, self.config.allow, self.config.budget)
         except Refused as refusal:
-            why = f"does not leave: {refusal}"
-            return [*rows, ReleasePreview(PREDICTIONS, WITHHELD, {}, 0, why)]
-        count = len(setup.sites[self.site].test)
-        each = 4 * len(setup.dataset.classes) + 16  # probabilities in float32, a label and a patient's number
-        why = f"of {count} test images, each with its label, rounded to {DECIMALS} decimals; no plan protects it"
-        when, size = "once, after the last round, of each model", count * each
-        return [*rows, ReleasePreview(PREDICTIONS, when, {}, size, why)]
+            yield ReleasePreview(PREDICTIONS, WITHHELD, {}, 0, f"does not leave: {refusal}")
+            return
+        classes = len(self.setup.dataset.classes)
+        why = (
+            f"of {tests} test images by one model, once, in thousandths, each with its label; no plan protects it, and "
+            "the server chooses the weights that they are made with"
+        )
+        yield ReleasePreview(PREDICTIONS, "after the last round", {}, rounded_bytes(tests, classes), why)
 
 
 def _choose_device(recipe: Recipe, config: SiteConfig) -> Recipe:

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
-from torch import Tensor
 
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.config.identity import identity
@@ -38,7 +37,6 @@ hospital has; one with fewer decides by itself whether they are enough."""
 APPROVED = "approved.yaml"
 RELEASED_PARTS: tuple[Part, ...] = ("test",)
 """The parts whose predictions may leave; those of training and validation images never do."""
-DECIMALS = 3
 
 
 class Allow(BaseModel):
@@ -106,6 +104,8 @@ class Approval(BaseModel):
     name: str
     date: str
     by: str
+    finished: str = ""
+    """When a run of it was evaluated here; from then on another run needs another approval."""
 
 
 def read_approvals(folder: Path) -> list[Approval]:
@@ -129,11 +129,29 @@ def write_approvals(folder: Path, approvals: list[Approval]) -> None:
 
 
 def approve_recipe(folder: Path, recipe: Recipe, by: str, date: str) -> str:
-    """Enter a recipe into the list of approved ones, unless it is there; return its digest."""
+    """Enter a recipe into the list of approved ones, for one run to its end; return its digest."""
     digest, known = recipe_digest(recipe), read_approvals(folder)
-    if digest not in {approval.digest for approval in known}:
-        write_approvals(folder, [*known, Approval(digest=digest, name=recipe.name, date=date, by=by)])
+    if digest not in {approval.digest for approval in known if not approval.finished}:
+        others = [approval for approval in known if approval.digest != digest]
+        write_approvals(folder, [*others, Approval(digest=digest, name=recipe.name, date=date, by=by)])
     return digest
+
+
+def finish_recipe(folder: Path, digest: str, date: str) -> None:
+    """Enter that a run of an approved recipe has been evaluated."""
+    known = read_approvals(folder)
+    write_approvals(folder, [a.model_copy(update={"finished": date}) if a.digest == digest else a for a in known])
+
+
+def check_unfinished(digest: str, site: SiteId, approvals: list[Approval]) -> None:
+    """Raise `Refused` if a run of this recipe came to its end here, and nobody has approved another."""
+    for approval in approvals:
+        if approval.digest == digest and approval.finished:
+            raise Refused(
+                "policy",
+                f"this recipe ran to its end at {site} on {approval.finished}; if it shall run again, approve it "
+                "again: polyclinic site approve site.yaml RECIPE.yaml",
+            )
 
 
 def approval_remarks(recipe: Recipe, budget: Budget | None) -> list[str]:
@@ -320,28 +338,12 @@ def check_scalars(found: object, declared: Collection[str], site: SiteId) -> Non
             )
 
 
-def round_predictions(found: Tensors) -> Tensors:
-    """Round probabilities to 3 decimals; the last class gets what is left, so that it tells nothing more.
-
-    So an image tells one number less than there are classes.
-    """
-    return {name: _round_rows(rows) if name.endswith("|probabilities") else rows for name, rows in found.items()}
-
-
-def _round_rows(rows: Tensor) -> Tensor:
-    """Round down, so that what is left for the last class is never negative."""
-    scale = 10**DECIMALS
-    whole = (rows.double()[:, :-1] * scale).round().clamp(0, scale)
-    over = (whole.sum(1) - scale).clamp(min=0)
-    whole[torch.arange(len(whole)), whole.argmax(1)] -= over
-    return torch.cat([whole, scale - whole.sum(1, keepdim=True)], 1).div(scale).to(rows.dtype)
-
-
 def check_predicted(found: Tensors, site: SiteId) -> None:
-    """Raise `Refused` unless predictions are of test images only, and rounded."""
+    """Raise `Refused` unless predictions are of test images only, and whole thousandths."""
     for name, rows in found.items():
-        _, part, key = name.rsplit("|", 2)
+        _, part, column = name.rsplit("|", 2)
         if part not in RELEASED_PARTS:
             raise Refused("policy", f"predictions of {part} images would have left {site}, which never leave it")
-        if key == "probabilities" and not torch.equal(rows.nan_to_num(), _round_rows(rows).nan_to_num()):
-            raise Refused("policy", f"predictions with more than {DECIMALS} decimals would have left {site}")
+        whole = rows.dtype == (torch.int16 if column == "thousandths" else torch.int64)
+        if column not in ("thousandths", "labels", "patients") or not whole:
+            raise Refused("policy", f"predictions that are not whole thousandths would have left {site}")

@@ -21,9 +21,9 @@ from polyclinic.storage.files import write_json
 from polyclinic.storage.ledger import Ledger
 
 Charge: TypeAlias = dict[str, tuple[Spend, ...]]
-"""The releases that training images pay for (under the site's name) and validation images (under VALIDATION). An image
-is one or the other, so the more expensive of the two counts."""
-VALIDATION = "validation"
+"""The releases that training images pay for (under the site's name), validation images (under VALIDATION) and test
+images (under TEST). An image is one of them, so the most expensive counts."""
+VALIDATION, TEST = "validation", "test"
 LEDGER, LEDGER_SEEN = "ledger.jsonl", "ledger.seen.json"
 
 
@@ -48,6 +48,21 @@ class PrivacyAccount:
             largest = plan.site_sizes[self.site].largest_validation if plan.config.unit == "patient" else 1
             charge[VALIDATION] = (Spend(plan.metrics_noise, times=max(models, plan.models), group=largest),)
         return charge
+
+    def final_releases(self, models: int, group: int) -> Charge:
+        """The noised scores of `models` final models on test images, which no round uses; `group`: the most test images
+        of one patient. Raises `Refused` if they would cost a test image (or patient) more than all rounds cost one of
+        validation, which is what the server's own account has room for.
+        """
+        plan = self.plan
+        spends = (Spend(plan.metrics_noise, times=models, group=group if plan.config.unit == "patient" else 1),)
+        if plan.epsilon_of(spends) > plan.epsilon_of(plan.validation_spends(len(plan.rounds))):
+            raise Refused(
+                "privacy",
+                f"a patient of {self.site} has so many test images that noised scores of them would cost more than the "
+                "recipe plans",
+            )
+        return {TEST: spends}
 
     def check_whole_run(self) -> None:
         """Raise `Refused` unless the whole run, added to the charges in the ledger, stays within the budget."""

@@ -6,6 +6,7 @@ from typing import Protocol, TypeAlias
 
 from polyclinic.core import Failure, SiteId
 from polyclinic.storage.messages import Message
+from polyclinic.storage.signatures import PeerKeys
 
 Answer: TypeAlias = bytes | Message | Failure
 """A reply as it came over a wire, or handed over within this process, or why there is none."""
@@ -29,3 +30,7 @@ class RemoteExecution:
     """Seconds; None: until they answer."""
     absent: Mapping[SiteId, str] = field(default_factory=dict)
     """Sites that were asked and take no part, and why."""
+    most_images: Mapping[SiteId, int] = field(default_factory=dict)
+    """By site, where the coordinator has registered it: the most images of all parts together."""
+    peers: PeerKeys | None = None
+    """The sites' public keys, with which the server checks what they sign in masked rounds."""

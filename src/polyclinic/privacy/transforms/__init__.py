@@ -9,7 +9,9 @@ from polyclinic.core import Registry
 if TYPE_CHECKING:
     from polyclinic.privacy.transforms.base import UpdateTransform
 
-STAGES: Registry[type[UpdateTransform]] = Registry("polyclinic.privacy.transforms", {"quantise": "quantise:Quantise"})
+STAGES: Registry[type[UpdateTransform]] = Registry(
+    "polyclinic.privacy.transforms", {"quantise": "quantise:Quantise", "mask": "mask:Mask"}
+)
 register_transform = STAGES.register
 describe_transforms = STAGES.describe
 

@@ -198,7 +198,8 @@ def _calibration_rows(data: ReportData) -> list[list[str]]:
     if data.is_single:
         run = data.first
         found = {site: (scores, run.headline_predictions(site)) for site, scores in run.site_scores.items()}
-        found["all"] = run.summary.headline.scores, run.headline_predictions()
+        everyone = "all (mean of sites)" if run.summary.pooled_from == "scores" else "all"
+        found[everyone] = run.summary.headline.scores, run.headline_predictions()
     else:
         found = {
             method.name: (method.first.summary.headline.scores, method.first.headline_predictions())

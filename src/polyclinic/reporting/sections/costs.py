@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from polyclinic.evaluation.comparison import mean_of_known
-from polyclinic.evaluation.rows import SiteOutcome, group_pairs
+from polyclinic.evaluation.rows import RollbackRow, SiteOutcome, group_pairs
 from polyclinic.reporting.blocks import Block, Bullets, Paragraph, Section, Table
 from polyclinic.reporting.formatting import format_count, format_duration, format_megabytes, format_names
 from polyclinic.reporting.report_data import Method, ReportData, Run
@@ -82,7 +82,8 @@ def _method_row(method: Method) -> list[str]:
 
 def failures_section(data: ReportData) -> Section:
     """Refused and lost updates, rounds that failed, resumed runs, runs that have not ended."""
-    rows = [row for method in data.methods for run in method.runs for row in _failure_rows(method, run)]
+    runs = [(method, run) for method in data.methods for run in method.runs]
+    rows = [row for one in runs for row in (*_outlier_rows(*one), *_failure_rows(*one))]
     events = [
         *(f"Not ended: {one.progress} ({one.folder})." for one in data.unfinished),
         *(words for m in data.methods for run in m.runs for words in _describe_events(m, run, data.is_single)),
@@ -91,7 +92,7 @@ def failures_section(data: ReportData) -> Section:
     if rows:
         blocks.append(
             Table(
-                "Updates that were refused or lost",
+                "Updates that were refused, lost or left out",
                 ["site", "run", "what", "why", "times", "in rounds"],
                 rows[:MOST_ROWS],
             )
@@ -127,6 +128,25 @@ def _failure_rows(method: Method, run: Run) -> list[list[str]]:
     ]
 
 
+def _outlier_rows(method: Method, run: Run) -> list[list[str]]:
+    """Return a row for each site whose updates were far from the others'."""
+    replies = ((row.round, site, reply) for row in run.cost_rows for site, reply in row.sites.items())
+    found = group_pairs(
+        ((site, reply.outlier), (round, reply.ratio)) for round, site, reply in replies if reply.outlier
+    )
+    return [
+        [
+            site,
+            _run_label(method, run),
+            f"outlier: {done}",
+            f"moved up to {max(ratio or 0 for _, ratio in rounds):,.3g} times as far as the median site",
+            str(len(rounds)),
+            format_names([str(round) for round, _ in rounds], 5),
+        ]
+        for (site, done), rounds in found.items()
+    ]
+
+
 def _kind_of_loss(reply: SiteOutcome) -> str:
     """The outcome; "declined" where the site refused, since a kind says what the server refused."""
     return "declined" if reply.outcome == "refused" and reply.kind is None else str(reply.outcome)
@@ -142,9 +162,14 @@ def _describe_events(method: Method, run: Run, single: bool) -> Iterator[str]:
     name = "" if single and len(method.runs) == 1 else f"{_run_label(method, run)}: "
     for site, why in run.summary.absent.items():
         yield f"{name}{site} took no part: {why}."
+    for site, why in run.summary.withheld.items():
+        yield f"{name}{site} told no scores of the final model: {why}."
     if failed := events["failed round"]:
         yield f"{name}{format_count(failed, 'round')} failed: too few updates were accepted, the model is unchanged."
     if resumed := events["resumed"]:
         yield f"{name}interrupted and resumed {format_count(resumed, 'time')}; interrupted rounds are counted in costs."
+    for row in run.ledger:
+        if isinstance(row, RollbackRow):
+            yield f"{name}went back from round {row.undone} to round {row.round}; what the rounds cost stays counted."
     if run.summary.stopped_early:
         yield f"{name}stopped early after round {run.summary.rounds}, as the recipe asks."

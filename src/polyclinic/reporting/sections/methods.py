@@ -22,6 +22,7 @@ from polyclinic.reporting.formatting import (
     format_signed,
     format_spread,
 )
+from polyclinic.reporting.remarks import describe_pooling
 from polyclinic.reporting.report_data import Method, ReportData
 from polyclinic.reporting.sections.tasks import task_report
 
@@ -41,7 +42,7 @@ def methods_section(data: ReportData) -> Section:
         "method",
         "seeds",
         "rounds",
-        *data.columns.values(),
+        *(_pooled_label(data, metric) for metric in data.columns),
         f"worst-served site ({data.task.info(data.task.ranking_metric).label})",
         "drift",
         "MB sent",
@@ -66,6 +67,13 @@ def methods_section(data: ReportData) -> Section:
         blocks,
         {"Clinician": "How do the methods compare?", "Engineer": "Figures of every method?"},
     )
+
+
+def _pooled_label(data: ReportData, metric: str) -> str:
+    """The metric's label; of figures that sites computed at home it says which are means of the sites' own."""
+    info = data.task.info(metric)
+    at_home = any(run.pooled_from == "scores" for method in data.methods for run in method.summaries)
+    return f"{info.label} (mean of sites)" if at_home and info.pooled_by == "sites" else info.label
 
 
 def _method_row(data: ReportData, method: Method, line: MethodSummary) -> list[str | Cell]:
@@ -102,6 +110,7 @@ def _collect_notes(data: ReportData) -> Iterator[str]:
         f"{line.name}: {line.lost} updates of sites were refused or lost." for line in comparison.lines if line.lost
     )
     yield f"Figures are of {comparison.judged_by}."
+    yield from dict.fromkeys(words for method in data.methods for words in describe_pooling(method.first.summary))
     if len({line.judged_on for line in comparison.lines}) > 1:
         yield from (f"{line.name} is judged on {line.judged_on}." for line in comparison.lines)
     if any(line.seeds > 1 for line in comparison.lines):

@@ -10,6 +10,7 @@ from polyclinic.evaluation.task import task_of
 from polyclinic.reporting.blocks import Block, Bullets, Callout, Paragraph, Section
 from polyclinic.reporting.formatting import format_count, format_megabytes, format_names
 from polyclinic.reporting.privacy_statement import privacy_line
+from polyclinic.reporting.remarks import describe_pooling
 from polyclinic.reporting.report_data import Method, ReportData, Run
 from polyclinic.reporting.sections.tasks import task_report
 
@@ -28,9 +29,16 @@ def summary_section(data: ReportData) -> Section:
 def _describe_run(data: ReportData) -> Iterator[str]:
     method = data.methods[0]
     run = method.first
+    if run.summary.pooled_from == "nothing" and math.isnan(metric_value(run.summary, data.main_metric)):
+        yield f"{method.name} played {format_count(run.summary.rounds, 'round')}, and its figures are at the sites."
+        yield from describe_pooling(run.summary)
+        yield from _describe_cost(run)
+        return
     yield f"{method.name} was right on {_describe_result(method)}{_describe_images(run)}."
     yield from task_report(run.summary).describe_errors(run.summary)
     yield from _describe_extremes(data, run, len(method.runs))
+    if run.summary.pooled_from != "predictions":
+        yield from describe_pooling(run.summary)
     if run.summary.algorithm != "local":
         yield (
             "This run alone does not show whether a site would do as well with its own images: run the recipe with "

@@ -1,0 +1,84 @@
+"""Noise that is shared behind masks: each site adds 1/√(threshold − colluders) of the plan's, at the same ε."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from polyclinic import Recipe
+from polyclinic.core.errors import RecipeError
+from polyclinic.core.types import Bundle
+from polyclinic.privacy.masking.fixed_point import PARAMETERS
+from tests.federation.secure_aggregation.played import Play, masked
+
+SIGMA, CLIP, COLLUDERS, THRESHOLD, SITES = 2.0, 0.5, 1, 4, 5
+PLAN = {"unit": "site", "noise": SIGMA, "clip": CLIP, "delta": 1e-2, "randomness": "seed"}
+
+
+def planned(lr: float = 0.1, masks: bool = True, **settings: Any) -> Recipe:
+    options = {"threshold": THRESHOLD, "colluders": COLLUDERS}
+    stages: dict[str, Any] = {} if masks else {"stages": []}
+    common: dict[str, Any] = {"model": "mlp", "rounds": 1, "training__weights": "uniform", "evaluate__every": 0}
+    optimiser = {"name": "sgd", "lr": lr}
+    return masked(options=options, training__optimiser=optimiser, **common, **stages, **settings)
+
+
+def moved(played: Play, start: Bundle) -> torch.Tensor:
+    state = played.play().state
+    return torch.cat([(t.double() - start["model"][n].double()).reshape(-1) for n, t in state["model"].items()])
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_sum_has_the_noise_of_the_plan_and_a_site_a_share_of_it(lost: int) -> None:
+    """With next to no update the mean is noise alone: of K sites, √K times a site's share, divided by K."""
+    played = Play(planned(lr=1e-9, privacy=PLAN))
+    played.lost = {(f"site-{n + 1}", "train") for n in range(lost)}
+    runner = played.runners["site-1"]
+    assert runner.masking is not None
+    values = sum(t.numel() for t in played.made.setup.federation.initial["model"].values())
+    reach = CLIP + PARAMETERS.step * math.sqrt(values) / 2
+    share = SIGMA * reach / math.sqrt(THRESHOLD - COLLUDERS)
+    assert runner.masking.noise == pytest.approx(share, rel=1e-12)
+    survivors = SITES - lost
+    found = moved(played, played.made.setup.federation.initial)
+    expected = share * math.sqrt(survivors) / survivors
+    assert float(found.std()) == pytest.approx(expected, rel=5 / math.sqrt(2 * values))
+    honest = (THRESHOLD - COLLUDERS) * share**2
+    assert math.sqrt(honest) >= SIGMA * CLIP, "what any colluders leave is the plan's noise"
+
+
+def test_epsilon_is_that_of_noise_at_every_site() -> None:
+    behind, alone = (
+        Play(planned(privacy=PLAN)).made.setup.plan,
+        Play(planned(privacy=PLAN, masks=False)).made.setup.plan,
+    )
+    assert behind is not None
+    assert alone is not None
+    assert (behind.noise, behind.epsilon) == (alone.noise, alone.epsilon)
+
+
+def test_noise_of_two_sites_is_not_the_same() -> None:
+    played = Play(planned(lr=1e-9, privacy=PLAN))
+    start = played.made.setup.federation.initial
+    everybody = moved(played, start)
+    fewer = Play(planned(lr=1e-9, privacy=PLAN), {("site-1", "train")})
+    some = moved(fewer, start)
+    apart = everybody * SITES - some * (SITES - 1)
+    assert abs(float(torch.corrcoef(torch.stack([apart, some]))[0, 1])) < 0.15
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"privacy": {**PLAN, "noise_at": "server"}}, "masks are for a server that is not trusted"),
+        ({"privacy": PLAN, "stages": [{"name": "mask"}]}, "give mask.threshold"),
+        ({"privacy": PLAN, "stages": [{"name": "mask", "threshold": 4, "masks": False}]}, "shows single updates"),
+        ({"privacy": {**PLAN, "clip": 1e-6}}, "too small for the integers"),
+    ],
+)
+def test_what_noise_behind_masks_needs_is_said(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(RecipeError, match=why):
+        Play(planned(**settings)).play()
