@@ -135,8 +135,8 @@ def test_a_key_file_that_is_missing_for_a_while_ends_no_site(
         (home / "site.key").unlink()
         registered, reception.link.gate.keys = reception.link.gate.keys, {}  # so that it has to connect anew
         reception.link.gate.notify_site("hill")
-        until(lambda: any("is not there yet" in sentence for sentence in told), "a word on the key", 20)
+        until(lambda: any("is not there yet" in sentence for sentence in told), "a word on the key", 60)
         reception.link.gate.keys = registered
         (home / "site.key").write_bytes(key)
         (home / "site.key").chmod(0o600)
-        until(lambda: told[-1].startswith("mended after"), "hill's return", 20)
+        until(lambda: told[-1].startswith("mended after"), "hill's return", 60)
