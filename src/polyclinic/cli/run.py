@@ -101,7 +101,7 @@ def rollback_command(
     as_json: Json = False,
 ) -> None:
     """Let a run go on from an earlier round, to undo what a site has done. Privacy charges are not taken back."""
-    from polyclinic.runs.rollback import roll_back
+    from polyclinic.storage.rollback import roll_back
 
     found = roll_back(folder, to)
     if as_json:

@@ -12,7 +12,7 @@ import polyclinic
 from polyclinic.cli.main import app
 from polyclinic.core.errors import StoreError
 from polyclinic.evaluation.rows import ChargeRow, RollbackRow
-from polyclinic.runs.rollback import roll_back
+from polyclinic.storage.rollback import roll_back
 from polyclinic.storage.run_folder import RunFolder
 from polyclinic.storage.snapshots import SnapshotStore
 
