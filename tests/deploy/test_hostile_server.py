@@ -384,6 +384,20 @@ def test_repeated_orders_come_to_an_end(kits: Path, scans: list[Path], tmp_path:
     assert "would be answer 9 of a run that has 8" in server.told[-1]
 
 
+def test_an_approval_is_for_one_run_to_its_end(kits: Path, scans: list[Path], tmp_path: Path) -> None:
+    """Else a server that ends a run and begins it anew would have another evaluation."""
+    server = attack(kits, tmp_path, scans[0], kinds=("model", "buffers", "metrics", "predictions"))
+    assert server.begin()["ready"]
+    weights = play_honestly(server, 5)
+    assert "failure" not in server.order("evaluate", 6, weights)
+    assert server.begin()["ready"], "a server that was started again goes on"
+    server.say(messages.encode({"purpose": "end", "run": server.run, "site": "hill"}, {}))
+    for run in ("run-1", "run-2"):
+        assert "this recipe ran to its end at hill on 20" in server.begin(run=run)["why"]
+    approve(server.desk.config.folder, server.recipe)
+    assert server.begin()["ready"]
+
+
 def test_runs_are_counted_by_the_day_whatever_is_ended_between(kits: Path, scans: list[Path], tmp_path: Path) -> None:
     server = attack(kits, tmp_path, scans[0])
     for number in range(6):

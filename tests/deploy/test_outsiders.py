@@ -23,7 +23,7 @@ pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
 import httpx
 
-from polyclinic.core import __version__
+from polyclinic.core import PROTOCOL
 from polyclinic.core.types import SiteId
 from polyclinic.deploy.config import FederationConfig, ServerSection
 from polyclinic.deploy.flower import connections, gateway
@@ -70,7 +70,7 @@ def test_with_the_public_key_alone_nobody_is_woken_and_nothing_is_charged(
 ) -> None:
     """What the review did: unsigned requests in hill's name took its messages and used up what it may send."""
     at = f"https://127.0.0.1:{reception.link.port}"
-    headers = {"flwr-public-key": public_key(kits, "hill", reception), "polyclinic-version": __version__}
+    headers = {"flwr-public-key": public_key(kits, "hill", reception), "polyclinic-protocol": str(PROTOCOL)}
     forged = {"flwr-timestamp": datetime.now(UTC).isoformat(), "flwr-signature": b64encode(bytes(100)).decode()}
     with connecting(kits, reception, "hill", tmp_path) as hill, httpx.Client(verify=trusting(kits)) as outsider:
         hill._activate_node()
@@ -99,8 +99,8 @@ def test_an_old_signature_and_another_sites_are_refused(
     reception.link.gate.hold = 0
     with connecting(kits, reception, "hill", tmp_path) as hill, httpx.Client(verify=trusting(kits)) as outsider:
         with hill._send_request(NEXT_MESSAGE, [], 0, {}) as answer:
-            signed = {name: answer.request.headers[name] for name in answer.request.headers if name.startswith("flwr")}
-        signed["polyclinic-version"] = __version__
+            asked = answer.request.headers
+            signed = {name: asked[name] for name in asked if name.startswith(("flwr", "polyclinic"))}
         assert outsider.post(at, headers=signed).status_code == 204, "a test that cannot sign proves nothing"
         assert outsider.post(at, headers=signed | {"flwr-timestamp": "2026-01-01T00:00:00+00:00"}).status_code == 401
         lake = signed | {"flwr-public-key": public_key(kits, "lake", reception)}

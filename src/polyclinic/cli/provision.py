@@ -117,7 +117,8 @@ def accept(
     yes: Annotated[bool, typer.Option("--yes", help="The fingerprints were compared; do not ask.")] = False,
 ) -> None:
     """Register the keys that sites have made, after comparing fingerprints by telephone."""
-    from polyclinic.deploy.provisioning.provision import KitFolder, accept_requests, check_request
+    from polyclinic.deploy.provisioning.kit_folder import KitFolder
+    from polyclinic.deploy.provisioning.provision import accept_requests, check_request
     from polyclinic.deploy.provisioning.requests import read_request
 
     requests, kits = [read_request(file) for file in files], KitFolder.open(folder)

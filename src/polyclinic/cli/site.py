@@ -273,9 +273,10 @@ def _print_approvals(folder: Path) -> None:
     from polyclinic.deploy.site.policy import read_approvals
 
     known = read_approvals(folder)
-    table = plain_table("recipe", "approved", "by", Column("SHA-256", overflow="fold"))
+    table = plain_table("recipe", "approved", "by", "ran to its end", Column("SHA-256", overflow="fold"))
     for approval in known:
-        table.add_row(*map(Text, (approval.name, approval.date, approval.by, approval.digest)))
+        cells = approval.name, approval.date, approval.by, approval.finished or "not yet", approval.digest
+        table.add_row(*map(Text, cells))
     out.print(table if known else Text("no recipe is approved, so none can run here"))
 
 

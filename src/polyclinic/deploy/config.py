@@ -71,6 +71,15 @@ class ServerSection(BaseModel):
 
     host: str
     port: int = Field(default=9443, ge=1, le=65535)
+    listen: str = ""
+    """HOST:PORT to listen on, if sites reach the server by another address or port; "": every interface, on `port`."""
+
+    @field_validator("listen")
+    @classmethod
+    def _check_listen(cls, address: str) -> str:
+        if address:
+            split_host_port(address)
+        return address
 
     @field_validator("host")
     @classmethod

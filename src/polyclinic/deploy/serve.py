@@ -12,7 +12,17 @@ from typing import TypeAlias
 
 from polyclinic.config.identity import check_same_recipe
 from polyclinic.config.recipe import Recipe
-from polyclinic.core import PROTOCOL, Failure, RecipeError, Refused, RoundFailed, SiteId, StoreError, __version__
+from polyclinic.core import (
+    PROTOCOL,
+    EngineError,
+    Failure,
+    RecipeError,
+    Refused,
+    RoundFailed,
+    SiteId,
+    StoreError,
+    __version__,
+)
 from polyclinic.data import DATASETS
 from polyclinic.deploy.cohort import ServerCohort, hash_terms
 from polyclinic.deploy.provisioning.peer_list import peer_keys
@@ -348,7 +358,12 @@ class AnnouncedEngine:
 
     def _look_for_other_peers(self) -> None:
         """If the list of sites has changed, announce the run again with the new one: keys may have been rotated."""
-        peers = self.read_peers()
+        try:
+            peers = self.read_peers()
+        except EngineError:  # while a new kit is being copied, the former list holds
+            if self._peers is None:
+                raise
+            return
         if peers is not None and self.cohort is not None and peers != self._peers:
             self._peers, self.cohort.peers = peers, peer_keys(peers)
             self.ready.clear()

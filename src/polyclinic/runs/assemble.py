@@ -15,13 +15,19 @@ from polyclinic.config.recipe import Recipe
 from polyclinic.core import POOLED, Bundle, Federation, Part, RecipeError, SiteId, Stream
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.federation.rounds import RoundOptions
+from polyclinic.federation.secure_aggregation.assembly import (
+    SiteIdentity,
+    build_masking,
+    check_sites,
+    mask_of,
+    simulate_identities,
+)
 from polyclinic.federation.secure_aggregation.site import MaskingSite
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models.classifier import Classifier
 from polyclinic.privacy.plan import PrivacyPlan
 from polyclinic.privacy.transforms.base import UpdateTransform
 from polyclinic.privacy.worst_case import RunCost
-from polyclinic.runs.masking import SiteIdentity, build_masking, check_sites, mask_of, simulate_identities
 from polyclinic.runs.networks import (
     Networks,
     build_network,

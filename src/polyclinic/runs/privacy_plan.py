@@ -114,7 +114,8 @@ def placeholder_private(config: PrivacyConfig) -> Private | None:
 def plan_transforms(plan: PrivacyPlan, mask: Mask | None = None) -> list[UpdateTransform]:
     """Return the transforms of a plan for unit site, which come before the recipe's own.
 
-    Behind a `mask` each site adds its share of the noise to the integers that are masked (`runs.masking`).
+    Behind a `mask` each site adds its share of the noise to the integers that are
+    masked (`federation.secure_aggregation.assembly`).
     """
     config = plan.config
     if config.unit != "site":

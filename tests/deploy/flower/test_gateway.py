@@ -25,7 +25,7 @@ from polyclinic.core.errors import EngineError
 from polyclinic.core.jobs import Failure
 from polyclinic.core.types import SiteId
 from polyclinic.deploy.config import FederationConfig, ServerConfig, ServerSection
-from polyclinic.deploy.flower import message_queue
+from polyclinic.deploy.flower import gateway, message_queue
 from polyclinic.deploy.flower.client import SiteConnection
 from polyclinic.deploy.flower.gateway import MESSAGE_NAME, REPLY
 from polyclinic.deploy.flower.server import SuperLink
@@ -133,8 +133,9 @@ def test_a_site_with_another_key_is_refused_with_the_reason(kits: Path, tmp_path
         assert reception.link.connected_sites() == []
 
 
-def test_what_is_not_for_sites_is_closed(kits: Path, tmp_path: Path) -> None:
+def test_what_is_not_for_sites_is_closed(kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flower's own SuperLink would let anybody register a key, or start a run, on the same port."""
+    monkeypatch.setattr(gateway, "STRANGER_SECONDS", 0.01)
     with open_server(server(kits, tmp_path)) as reception:
         at = f"https://127.0.0.1:{reception.link.port}"
         with httpx.Client(verify=trusting(kits)) as anybody:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from polyclinic.cli.provision import provision_app as app
 from polyclinic.core import __version__
 from polyclinic.core.errors import DataError, EngineError, RecipeError, StoreError
-from polyclinic.deploy.config import ServerConfig
+from polyclinic.deploy.config import FederationConfig, ServerConfig, validate_config
 from polyclinic.deploy.provisioning import certificates, provision as kits_of
 from polyclinic.deploy.provisioning.inspect import inspect_kits
 from polyclinic.deploy.provisioning.kit import KitFile, zip_files
@@ -261,6 +261,20 @@ def test_what_the_coordinator_set_in_server_yaml_stays(kits: Path) -> None:
     path.write_text(path.read_text().replace("folder: state", "folder: /var/lib/polyclinic"))
     revoke_site(kits, "hill")
     assert ServerConfig.load(path).folder == Path("/var/lib/polyclinic")
+
+
+def test_where_the_server_listens_and_bounds_of_sites_that_are_gone(tmp_path: Path) -> None:
+    server = NORTH.server.model_copy(update={"listen": "127.0.0.1:19443"})
+    provision_federation(NORTH.model_copy(update={"server": server}), tmp_path / "kits")
+    path = tmp_path / "kits" / "server" / "server.yaml"
+    assert ServerConfig.load(path).listen_address == ("127.0.0.1", 19443)
+    compose = yaml.safe_load((path.parent / "compose.yaml").read_text())
+    assert compose["services"]["server"]["ports"] == ["9443:19443"]
+    path.write_text(path.read_text() + "images: {harbour: 100, hill: 200}\n")
+    revoke_site(tmp_path / "kits", "hill")
+    assert yaml.safe_load(path.read_text())["images"] == {"harbour": 100}
+    with pytest.raises(RecipeError, match="HOST:PORT"):
+        validate_config(FederationConfig, "f", {**GOOD, "server": {"host": "a.org", "listen": "9443"}})
 
 
 def test_a_federation_without_sites_gets_no_kits(tmp_path: Path) -> None:

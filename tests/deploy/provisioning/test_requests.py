@@ -18,8 +18,8 @@ from polyclinic.core.errors import DataError, EngineError, PolyclinicError
 from polyclinic.deploy.config import ServerConfig
 from polyclinic.deploy.provisioning import certificates
 from polyclinic.deploy.provisioning.inspect import WAITING, inspect_kits
+from polyclinic.deploy.provisioning.kit_folder import KitFolder
 from polyclinic.deploy.provisioning.provision import (
-    KitFolder,
     accept_requests,
     provision_federation,
     rotate_all,

@@ -14,11 +14,11 @@ from polyclinic.core.errors import Refused
 from polyclinic.core.jobs import Failure
 from polyclinic.core.types import Bundle, SiteId
 from polyclinic.federation.rounds import Outcome, Rounds
+from polyclinic.federation.secure_aggregation.assembly import simulate_identities
 from polyclinic.models import MODELS, register_model
 from polyclinic.models.classifier import Classifier
 from polyclinic.runs.assemble import round_options
 from polyclinic.runs.experiment import Experiment
-from polyclinic.runs.masking import simulate_identities
 from polyclinic.runs.sites import FederatedDataset, load_sites
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal

@@ -44,7 +44,7 @@ FAINT = 1e-6
 
 
 @dataclass(frozen=True)
-class SiteAnswer:
+class CraftedAnswer:
     """One update, or the mean of several, to weights with an imprint."""
 
     origin: SiteId
@@ -150,7 +150,7 @@ class HostileServer:
         ]
         return {"all sites": self.setup.algorithm.aggregate(sent, iter(rounded))}
 
-    def play(self, rounds: int, view: View) -> list[SiteAnswer]:
+    def play(self, rounds: int, view: View) -> list[CraftedAnswer]:
         """Play an honest round, then `rounds` with crafted weights; return the answers to those."""
         honest = self.exchange(1, self.state, "sum")
         self.state = {**self.state, **next(iter(honest.values()))}
@@ -162,7 +162,7 @@ class HostileServer:
             first_class = number % 2 == 1
             sent = self._craft(thresholds, first_class)
             for origin, back in self.exchange(number + 2, sent, view).items():
-                answers.append(SiteAnswer(origin, first_class, sent, back))
+                answers.append(CraftedAnswer(origin, first_class, sent, back))
                 if not self.steady and self.bins:
                     known.append(self._guess([answers[-1]]) @ self.imprint.direction(sent["model"]).double())
             if known and len(bright := torch.cat(known)):
@@ -189,7 +189,7 @@ class HostileServer:
         spare = torch.linspace(-2, -1, self.bins - len(between), dtype=torch.float64) + bright[0]
         return torch.cat([spare, between])
 
-    def _occupied_bins(self, answer: SiteAnswer, thresholds: Tensor) -> Tensor:
+    def _occupied_bins(self, answer: CraftedAnswer, thresholds: Tensor) -> Tensor:
         """Return which bins hold an image of the site, of the classes asked for: under noise the server is told."""
         first = self.setup.sites[answer.origin].train.labels.cpu() == 0
         chosen = self._brightness(answer.origin)[first == answer.first_class]
@@ -201,7 +201,7 @@ class HostileServer:
         images = part.batch(torch.arange(len(part)))[0]
         return dense_inputs(self.network, self.imprint.dense, sent, images).double()
 
-    def _guess(self, answers: Sequence[SiteAnswer]) -> Tensor:
+    def _guess(self, answers: Sequence[CraftedAnswer]) -> Tensor:
         """Return the features of the images that answers of one origin and one kind recorded, a row for each guess."""
         if self.imprint.layout == "labels":
             return torch.zeros(0, 1, dtype=torch.float64)
@@ -219,7 +219,7 @@ class HostileServer:
         fits = found.isfinite().all(1) & (found.abs().amax(1) <= room)
         return found[fits]
 
-    def guess_images(self, answers: Sequence[SiteAnswer]) -> Tensor:
+    def guess_images(self, answers: Sequence[CraftedAnswer]) -> Tensor:
         """Return what the server can show for all answers: rows of pixels, or of features."""
         if not self.steady:
             groups = [[answer] for answer in answers]
@@ -238,7 +238,7 @@ class HostileServer:
         rows = [part.batch(torch.arange(len(part)))[0] for part in self._parts(*parts)]
         return torch.cat(rows).mean(1).flatten(1).double()
 
-    def count_labels(self, answers: Sequence[SiteAnswer]) -> dict[SiteId, LabelCounts]:
+    def count_labels(self, answers: Sequence[CraftedAnswer]) -> dict[SiteId, LabelCounts]:
         """Read how many training images of each class a site has, from the first answer of each site that tells."""
         found: dict[SiteId, LabelCounts] = {}
         for answer in answers:
@@ -251,7 +251,7 @@ class HostileServer:
                 found[answer.origin] = LabelCounts((len(data) - sum(counts), *counts), tuple(true))
         return found
 
-    def compare(self, answers: Sequence[SiteAnswer], view: View) -> Recovered:
+    def compare(self, answers: Sequence[CraftedAnswer], view: View) -> Recovered:
         """Compare all guesses with images that were trained on, and with images that were not."""
         guesses, inside = self.guess_images(answers), self.true_images("train")
         outside = self.true_images("validation", "test")
@@ -292,8 +292,14 @@ def attack_recipe(
         raise RecipeError(
             f"{recipe.name} has {recipe.rounds} rounds, of which the first is honest; attack 1 to {last} of the others"
         )
-    server = HostileServer(Experiment(recipe, None, data), Stream(recipe.seed if seed is None else seed, ("attack",)))
+    server = open_server(recipe, seed, data)
     return server.compare(server.play(rounds or last, view), view)
+
+
+def open_server(recipe: Recipe, seed: int | None = None, data: Path | None = None) -> HostileServer:
+    """Return a server that is about to play a recipe. Masks are left out: the view `sum` stands for them."""
+    bare = recipe.model_copy(update={"stages": [stage for stage in recipe.stages if stage.name != "mask"]})
+    return HostileServer(Experiment(bare, None, data), Stream(recipe.seed if seed is None else seed, ("attack",)))
 
 
 def step_length(recipe: Recipe, images: int) -> float:

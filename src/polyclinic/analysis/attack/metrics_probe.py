@@ -14,10 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from polyclinic.analysis.attack.hostile_server import HostileServer
+from polyclinic.analysis.attack.hostile_server import HostileServer, open_server
 from polyclinic.config.recipe import Recipe
-from polyclinic.core import Bundle, DataError, Failure, RecipeError, RoundFailed, SiteId, Stream
-from polyclinic.runs.experiment import Experiment
+from polyclinic.core import Bundle, DataError, Failure, RecipeError, RoundFailed, SiteId
 from polyclinic.storage.messages import Message
 
 VALUES = 12
@@ -57,7 +56,7 @@ def attack_metrics(recipe: Recipe, seed: int | None = None, data: Path | None = 
     """Play a recipe as a server that reads validation images out of metrics; None where it tells no exact metrics."""
     if recipe.privacy is not None:
         return None
-    server = HostileServer(Experiment(recipe, None, data), Stream(recipe.seed if seed is None else seed, ("attack",)))
+    server = open_server(recipe, seed, data)
     sites = [site for site in server.setup.sites if len(server.part_of(site, "validation")) > 1]
     values = min(VALUES, recipe.rounds - 3)
     return probe_metrics(server, sites[0], values) if sites and values > 0 and server.imprint.units else None

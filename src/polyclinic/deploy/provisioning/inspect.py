@@ -9,8 +9,8 @@ from pathlib import Path
 
 from polyclinic.core import EngineError, SiteId
 from polyclinic.deploy.provisioning import certificates
+from polyclinic.deploy.provisioning.kit_folder import KitFolder
 from polyclinic.deploy.provisioning.manifest import check_kit
-from polyclinic.deploy.provisioning.provision import KitFolder
 
 WAITING = "no key yet; run `polyclinic provision accept` with the site's request"
 

@@ -14,7 +14,7 @@ from importlib import resources
 import yaml
 
 from polyclinic.core import SiteId, __version__
-from polyclinic.deploy.config import FederationConfig, join_host_port, site_folder_name
+from polyclinic.deploy.config import FederationConfig, join_host_port, site_folder_name, split_host_port
 from polyclinic.deploy.provisioning.certificates import PrivateKey
 from polyclinic.deploy.provisioning.manifest import sign_kit
 from polyclinic.deploy.provisioning.peer_list import PEERS
@@ -158,10 +158,15 @@ def render_server_yaml(
     `former`: the settings of an earlier one, of which only the sites are replaced.
     """
     server = federation.server
-    settings = {"federation": federation.federation, "host": server.host, "port": server.port}
+    settings: dict[str, object] = {"federation": federation.federation, "host": server.host, "port": server.port}
+    if server.listen:
+        settings["listen"] = server.listen
     files = {"certificate": "server.crt", "key": "server.key", "ca": "ca.crt", "folder": "state"}
     keys = {site: public_key_path(site) for site in federation.sites if site in registered}
-    return _render_yaml({**(former or {**settings, **files, "sites": {}, "insecure": False}), "sites": keys})
+    kept = dict(former or {**settings, **files, "sites": {}, "insecure": False})
+    if isinstance(images := kept.get("images"), dict):  # bounds by site; one that is gone has none
+        kept["images"] = {site: most for site, most in images.items() if site in keys}
+    return _render_yaml({**kept, "sites": keys})
 
 
 def render_revoked_yaml(rows: list[dict[str, str]]) -> KitFile:
@@ -196,6 +201,7 @@ def _template_values(federation: FederationConfig, software: Software) -> dict[s
         "server_quoted": quote_yaml(address),
         "host": server.host,
         "port": str(server.port),
+        "listening_port": str(split_host_port(server.listen)[1] if server.listen else server.port),
         "least_sites": str(min(LEAST_SITES, len(federation.sites))),
         "version": __version__,
         "flwr": FLWR,

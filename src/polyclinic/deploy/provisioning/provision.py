@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -39,13 +39,12 @@ from polyclinic.deploy.provisioning.kit import (
     sign_files,
     zip_files,
 )
+from polyclinic.deploy.provisioning.kit_folder import OTHER, KitFolder, lock_kits, write_file
 from polyclinic.deploy.provisioning.manifest import DELIVERED, MANIFEST, SIGNATURE, sign_kit
 from polyclinic.deploy.provisioning.peer_list import PEERS, PeerList, encode_peers
 from polyclinic.deploy.provisioning.requests import KeyRequest
-from polyclinic.deploy.provisioning.software import HASHED, Software, build_wheel, read_requirements, read_wheel
-from polyclinic.storage.files import erase_file, explain_os_errors, lock_folder, make_folder, write_atomically
-
-OTHER = "make room or choose another folder, then try again"
+from polyclinic.deploy.provisioning.software import Software, build_wheel
+from polyclinic.storage.files import erase_file, explain_os_errors
 
 
 def provision_federation(
@@ -98,7 +97,7 @@ def provision_federation(
         files |= _site_files(site, sign_files(kit, ca_key))
     with _atomic_folder(out) as folder:
         for name, file in files.items():
-            _write_file(folder / name, file)
+            write_file(folder / name, file)
 
 
 def list_peers(federation: str, version: int, public: Mapping[SiteId, bytes]) -> PeerList:
@@ -148,73 +147,6 @@ def _atomic_folder(out: Path) -> Iterator[Path]:
             raise
 
 
-def _write_file(path: Path, file: KitFile) -> None:
-    """Write a file atomically; a secret is never readable by others, not even for a moment."""
-    make_folder(path.parent, 0o700)
-    write_atomically(path, file.data, mode=file.mode, remedy=OTHER)
-
-
-@dataclass(frozen=True)
-class KitFolder:
-    """The existing kits of a federation, which only one process may change at a time."""
-
-    folder: Path
-    federation: FederationConfig
-
-    @classmethod
-    def open(cls, folder: Path) -> KitFolder:
-        if not (folder / "federation.yaml").is_file() or not (folder / "server").is_dir():
-            raise StoreError(f"there are no kits in {folder}; give the folder that `polyclinic provision … --out` made")
-        return cls(folder, FederationConfig.load(folder / "federation.yaml"))
-
-    def site_folder(self, site: SiteId) -> Path:
-        return self.folder / "sites" / site_folder_name(site)
-
-    def public_key(self, site: SiteId) -> Path:
-        return self.folder / "server" / public_key_path(site)
-
-    @property
-    def registered(self) -> dict[SiteId, bytes]:
-        """The public key of each site that has one, in OpenSSH's form."""
-        paths = {site: self.public_key(site) for site in self.federation.sites}
-        return {site: path.read_bytes() for site, path in paths.items() if path.exists()}
-
-    @property
-    def software(self) -> Software:
-        """What the kits install, read back from the server's kit."""
-        wheels = [read_wheel(path) for path in (self.folder / "server").glob("polyclinic-*.whl")]
-        requirements = self.folder / "server" / "requirements.txt"
-        hashed = requirements.is_file() and HASHED in requirements.read_text(encoding="utf-8")
-        return Software(wheels[0] if wheels else build_wheel(), read_requirements(requirements) if hashed else "")
-
-    def read_authority(self, now: datetime) -> certificates.Signer:
-        """The authority's certificate and private key; raises `EngineError` if they cannot sign now."""
-        path, key_path = self.folder / "ca" / "ca.crt", self.folder / "ca" / "ca.key"
-        if not key_path.exists():
-            raise EngineError(f"{key_path} is not there; put it back for as long as this takes, or rotate --all")
-        ca, key = certificates.read_certificate(path), certificates.read_private_key(key_path)
-        certificates.check_authority(path, ca, now)
-        if ca.public_key() != key.public_key():
-            raise EngineError(f"ca.key is not the key of {path}; put the right one back, or rotate --all")
-        return ca, key
-
-    @property
-    def revoked(self) -> list[dict[str, str]]:
-        path = self.folder / "server" / "revoked.yaml"
-        with explain_os_errors(path, "read", "put it back"):
-            text = path.read_text(encoding="utf-8")
-        try:
-            return [{str(key): str(value) for key, value in row.items()} for row in yaml.safe_load(text)["revoked"]]
-        except (yaml.YAMLError, TypeError, KeyError, AttributeError):
-            raise StoreError(f"{path} is damaged; put it back as it was") from None
-
-    def check_known(self, site: SiteId) -> None:
-        if site not in self.federation.sites:
-            raise DataError(
-                f"there is no site {site!r} in {self.folder}; there are: {', '.join(self.federation.sites) or 'none'}"
-            )
-
-
 def rotate_site(folder: Path, site: SiteId, now: datetime | None = None) -> None:
     """Give a site whose key was made here a new key pair, and revoke its old public key."""
     with lock_kits(folder) as kits:
@@ -240,7 +172,7 @@ def accept_requests(folder: Path, requests: Sequence[KeyRequest], now: datetime 
         for request in requests:
             if kits.registered.get(request.site) != request.key:
                 _list_revoked(kits, request.site, "rotated", now)
-                _write_file(kits.public_key(request.site), KitFile(request.key))
+                write_file(kits.public_key(request.site), KitFile(request.key))
                 _erase_other_key(kits.site_folder(request.site) / "site.key", request)
         _register_sites(kits, kits.federation.sites)
         _sign_kits(kits, signer)
@@ -286,9 +218,9 @@ def rotate_all(folder: Path, now: datetime | None = None) -> None:
     with lock_kits(folder) as kits:
         now, key = now or certificates.current_time(), certificates.generate_key()
         ca = certificates.create_authority(kits.federation.federation, key, now)
-        _write_file(kits.folder / "ca" / "ca.key", KitFile(certificates.encode_private_key(key), SECRET))
+        write_file(kits.folder / "ca" / "ca.key", KitFile(certificates.encode_private_key(key), SECRET))
         for place in ("ca", "server", *(f"sites/{site_folder_name(site)}" for site in kits.federation.sites)):
-            _write_file(kits.folder / place / "ca.crt", KitFile(certificates.encode_certificate(ca)))
+            write_file(kits.folder / place / "ca.crt", KitFile(certificates.encode_certificate(ca)))
         _certify_server(kits, (ca, key), now)
         for site in kits.federation.sites:
             if (kits.site_folder(site) / "site.key").exists():
@@ -322,17 +254,10 @@ def add_site(folder: Path, site: SiteId, site_keys: bool = True) -> None:
         own = None if key is None else certificates.encode_private_key(key, openssh=True)
         authority = (kits.folder / "ca" / "ca.crt").read_bytes()
         for name, file in build_site_kit(grown.federation, site, authority, own, kits.software).items():
-            _write_file(grown.site_folder(site) / name, file)
+            write_file(grown.site_folder(site) / name, file)
         if key is not None:
-            _write_file(grown.public_key(site), KitFile(certificates.encode_public_openssh(key.public_key())))
+            write_file(grown.public_key(site), KitFile(certificates.encode_public_openssh(key.public_key())))
         _sign_kits(_register_sites(grown, grown.federation.sites), signer)
-
-
-@contextmanager
-def lock_kits(folder: Path) -> Iterator[KitFolder]:
-    KitFolder.open(folder)
-    with lock_folder(folder):
-        yield KitFolder.open(folder)
 
 
 def _certify_server(kits: KitFolder, signer: certificates.Signer, now: datetime) -> None:
@@ -340,18 +265,16 @@ def _certify_server(kits: KitFolder, signer: certificates.Signer, now: datetime)
     shown = certificates.create_server_certificate(
         federation.server.host, key.public_key(), signer, now, federation.days
     )
-    _write_file(kits.folder / "server" / "server.key", KitFile(certificates.encode_private_key(key), SECRET))
-    _write_file(kits.folder / "server" / "server.crt", KitFile(certificates.encode_certificate(shown)))
+    write_file(kits.folder / "server" / "server.key", KitFile(certificates.encode_private_key(key), SECRET))
+    write_file(kits.folder / "server" / "server.crt", KitFile(certificates.encode_certificate(shown)))
 
 
 def _renew_site_key(kits: KitFolder, site: SiteId, now: datetime) -> None:
     """Replace a site's key. The old key is revoked first, so that it stays revoked whatever fails next."""
     _list_revoked(kits, site, "rotated", now)
     key = certificates.generate_key()
-    _write_file(kits.public_key(site), KitFile(certificates.encode_public_openssh(key.public_key())))
-    _write_file(
-        kits.site_folder(site) / "site.key", KitFile(certificates.encode_private_key(key, openssh=True), SECRET)
-    )
+    write_file(kits.public_key(site), KitFile(certificates.encode_public_openssh(key.public_key())))
+    write_file(kits.site_folder(site) / "site.key", KitFile(certificates.encode_private_key(key, openssh=True), SECRET))
 
 
 def _sign_kits(kits: KitFolder, signer: certificates.PrivateKey) -> None:
@@ -363,13 +286,13 @@ def _sign_kits(kits: KitFolder, signer: certificates.PrivateKey) -> None:
         former = int(certificates.current_time().timestamp())  # lost: no number that was given out is higher
     peers = encode_peers(list_peers(kits.federation.federation, former + 1, kits.registered), signer)
     for place in (path, *(kits.site_folder(site) / PEERS for site in kits.federation.sites)):
-        _write_file(place, KitFile(peers))
+        write_file(place, KitFile(peers))
     _sign_server_kit(kits, signer)
     for site in kits.federation.sites:
         folder, files = kits.site_folder(site), sign_files(_read_kit_files(kits, site), signer)
         for name in (DELIVERED, MANIFEST, SIGNATURE):
-            _write_file(folder / name, files[name])
-        _write_file(zip_path(kits.folder, site), KitFile(zip_files(folder.name, files), SECRET))
+            write_file(folder / name, files[name])
+        write_file(zip_path(kits.folder, site), KitFile(zip_files(folder.name, files), SECRET))
 
 
 def _sign_server_kit(kits: KitFolder, signer: certificates.PrivateKey) -> None:
@@ -377,7 +300,7 @@ def _sign_server_kit(kits: KitFolder, signer: certificates.PrivateKey) -> None:
     listed = build_server_kit(kits.federation, b"", b"", b"", kits.registered, kits.software)
     files = {name: (folder / name).read_bytes() for name in listed if (folder / name).is_file()}
     for name, data in sign_kit(files, signer).items():
-        _write_file(folder / name, KitFile(data))
+        write_file(folder / name, KitFile(data))
 
 
 def _read_kit_files(kits: KitFolder, site: SiteId) -> dict[str, KitFile]:
@@ -396,7 +319,7 @@ def _list_revoked(kits: KitFolder, site: SiteId, why: str, now: datetime) -> Non
         mark = certificates.key_file_fingerprint(path)
     row = {"site": site, "date": f"{now:%Y-%m-%d}", "why": why, "fingerprint": mark, "key": line}
     rows = [kept for kept in kits.revoked if kept.get("key") != line]
-    _write_file(kits.folder / "server" / "revoked.yaml", render_revoked_yaml([*rows, row]))
+    write_file(kits.folder / "server" / "revoked.yaml", render_revoked_yaml([*rows, row]))
 
 
 def _register_sites(kits: KitFolder, sites: tuple[SiteId, ...]) -> KitFolder:
@@ -405,6 +328,6 @@ def _register_sites(kits: KitFolder, sites: tuple[SiteId, ...]) -> KitFolder:
     path = kits.folder / "server" / "server.yaml"
     settings = yaml.safe_load(path.read_bytes()) if path.exists() else None
     former = settings if isinstance(settings, dict) else None
-    _write_file(path, render_server_yaml(changed.federation, changed.registered, former))
-    _write_file(kits.folder / "federation.yaml", render_federation_yaml(changed.federation))
+    write_file(path, render_server_yaml(changed.federation, changed.registered, former))
+    write_file(kits.folder / "federation.yaml", render_federation_yaml(changed.federation))
     return changed

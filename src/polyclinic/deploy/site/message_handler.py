@@ -39,12 +39,19 @@ from polyclinic.deploy.site.message_checks import (
 from polyclinic.deploy.site.orders import Order, OrderBook, RunHistory, RunRules
 from polyclinic.deploy.site.participation import Participation, ReleasePreview, RunTerms
 from polyclinic.deploy.site.peers import load_peers
-from polyclinic.deploy.site.policy import check_approved, check_recipe, read_approvals, recipe_digest
+from polyclinic.deploy.site.policy import (
+    check_approved,
+    check_recipe,
+    check_unfinished,
+    finish_recipe,
+    read_approvals,
+    recipe_digest,
+)
 from polyclinic.deploy.site.release_log import FAILED, LOG, REFUSED, ReleaseLog, RotatingLog, timestamp
 from polyclinic.deploy.site.scores import KeptScores, describe_scores, keep_scores
 from polyclinic.federation.secure_aggregation.agreements import Agreements
+from polyclinic.federation.secure_aggregation.assembly import SiteIdentity
 from polyclinic.federation.secure_aggregation.cohort import MASKS, PHASES
-from polyclinic.runs.masking import SiteIdentity
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.storage import messages
 from polyclinic.storage.files import explain_os_errors, lock_folder, make_folder, write_atomically
@@ -180,6 +187,7 @@ class SiteMessageHandler:
         if kept.exists() and self._load_terms(terms.run).digest != terms.digest:
             raise Refused("run", f"{self.site} has begun the run {terms.run} under other terms; end it first")
         if not kept.exists():
+            check_unfinished(terms.recipe_digest, self.site, read_approvals(self.config.folder))
             self.history.check_begin(self.site, self.config.allow)
         part = self._join_run(terms)
         part.check_terms()
@@ -228,6 +236,8 @@ class SiteMessageHandler:
         reply = former or messages.encode(answer.fields, answer.tensors)
         if is_new:
             book.record(order)
+            if purpose == "evaluate":
+                finish_recipe(self.config.folder, part.terms.recipe_digest, timestamp())
             failpoint("order-recorded")
         self._attended.add(run)
         spent = part.account.epsilon_spent() if part.account is not None and purpose == "train" else None

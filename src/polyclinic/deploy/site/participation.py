@@ -45,13 +45,13 @@ from polyclinic.evaluation.site_scores import FinalScores
 from polyclinic.federation.engines.local import keep_freed_memory
 from polyclinic.federation.job_loop import JobLoop
 from polyclinic.federation.rounds import draw_cohort
+from polyclinic.federation.secure_aggregation.assembly import SiteIdentity, mask_of
 from polyclinic.federation.site_runner import SiteRunner, drive_jobs
 from polyclinic.federation.update_check import split_predictions
 from polyclinic.privacy.plan import PrivacyPlan
 from polyclinic.privacy.transforms.mask import Mask
 from polyclinic.runs.assemble import RunSetup, assemble, initial_states, inner_algorithm, round_options
 from polyclinic.runs.final_evaluation import SCORES, rounded_bytes
-from polyclinic.runs.masking import SiteIdentity, mask_of
 from polyclinic.runs.networks import device_of, recipe_for_site
 from polyclinic.runs.privacy_plan import bind_plan, noise_secret
 from polyclinic.runs.privacy_record import list_releases

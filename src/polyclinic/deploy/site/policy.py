@@ -104,6 +104,8 @@ class Approval(BaseModel):
     name: str
     date: str
     by: str
+    finished: str = ""
+    """When a run of it was evaluated here; from then on another run needs another approval."""
 
 
 def read_approvals(folder: Path) -> list[Approval]:
@@ -127,11 +129,29 @@ def write_approvals(folder: Path, approvals: list[Approval]) -> None:
 
 
 def approve_recipe(folder: Path, recipe: Recipe, by: str, date: str) -> str:
-    """Enter a recipe into the list of approved ones, unless it is there; return its digest."""
+    """Enter a recipe into the list of approved ones, for one run to its end; return its digest."""
     digest, known = recipe_digest(recipe), read_approvals(folder)
-    if digest not in {approval.digest for approval in known}:
-        write_approvals(folder, [*known, Approval(digest=digest, name=recipe.name, date=date, by=by)])
+    if digest not in {approval.digest for approval in known if not approval.finished}:
+        others = [approval for approval in known if approval.digest != digest]
+        write_approvals(folder, [*others, Approval(digest=digest, name=recipe.name, date=date, by=by)])
     return digest
+
+
+def finish_recipe(folder: Path, digest: str, date: str) -> None:
+    """Enter that a run of an approved recipe has been evaluated."""
+    known = read_approvals(folder)
+    write_approvals(folder, [a.model_copy(update={"finished": date}) if a.digest == digest else a for a in known])
+
+
+def check_unfinished(digest: str, site: SiteId, approvals: list[Approval]) -> None:
+    """Raise `Refused` if a run of this recipe came to its end here, and nobody has approved another."""
+    for approval in approvals:
+        if approval.digest == digest and approval.finished:
+            raise Refused(
+                "policy",
+                f"this recipe ran to its end at {site} on {approval.finished}; if it shall run again, approve it "
+                "again: polyclinic site approve site.yaml RECIPE.yaml",
+            )
 
 
 def approval_remarks(recipe: Recipe, budget: Budget | None) -> list[str]:
