@@ -86,7 +86,7 @@ def predicting(change: Callable[[Bundle], Bundle]) -> Change:
 
 def not_a_number(tensors: Bundle) -> Bundle:
     found = tensors["predictions"]
-    return {"predictions": {n: t * math.nan if t.is_floating_point() else t for n, t in found.items()}}
+    return {"predictions": {n: t.double() * math.nan for n, t in found.items()}}
 
 
 def two_million_rows(tensors: Bundle) -> Bundle:
@@ -295,8 +295,10 @@ def test_lies_beside_the_weights_are_refused_and_the_run_ends(lie: str, five: Pa
     found = played.run(wanted(quorum=4), tmp_path)
     assert found.rounds == 4
     assert played.troubled() == {HOSTILE}
-    kinds = {info.get("kind") for _, info in played.said if info.get("outcome") == "refused"}
-    assert kinds == {"report" if "metrics" in lie else "predictions"}
+    why = {str(info["why"]) for _, info in played.said if info.get("outcome") == "refused"}
+    assert why
+    kinds = ("report: ",) if "metrics" in lie else ("predictions: ", "oversize: ")
+    assert all(sentence.startswith(kinds) for sentence in why), why
     assert set(found.sites) >= set(SITES) - {HOSTILE}
 
 
