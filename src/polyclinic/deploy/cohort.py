@@ -25,6 +25,7 @@ from polyclinic.federation.engines import Answer
 from polyclinic.federation.mailbox import Outbox
 from polyclinic.storage import messages
 from polyclinic.storage.files import append_line
+from polyclinic.storage.messages import Fields
 from polyclinic.storage.signatures import PeerKeys, SiteSigner
 
 PURPOSE, FIELD, AGAIN, FIELDS = "round", "signed", "signed again", "signatures"
@@ -222,7 +223,7 @@ class ServerCohort:
         right = {"cluster": cluster, "weights": self._sent[cluster], "cohort": hash_statements(order[FIELDS])}
         return self._take(site, round, fields, right) or answer
 
-    def _take(self, site: SiteId, round: int, reply: Mapping[str, Any], right: Mapping[str, str]) -> Failure | None:
+    def _take(self, site: SiteId, round: int, reply: Fields, right: Mapping[str, str]) -> Failure | None:
         if site not in self.peers.keys:
             return None
         try:

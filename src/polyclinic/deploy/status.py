@@ -25,6 +25,7 @@ from polyclinic.deploy.notices import ATTENTION, JsonLines, Notifier
 from polyclinic.deploy.site.release_log import timestamp
 from polyclinic.deploy.upkeep import server_expiries
 from polyclinic.storage.files import write_json
+from polyclinic.storage.messages import Fields
 
 if TYPE_CHECKING:
     from polyclinic.deploy.flower.server import SuperLink
@@ -127,7 +128,7 @@ class ServerStatus:
         self._here = set(here)
         self.facts["state"] = "asking sites to enrol"
 
-    def record_event(self, event: str, info: Mapping[str, Any]) -> None:
+    def record_event(self, event: str, info: Fields) -> None:
         """Record an event of the run."""
         self.tally.count_event(event, info)
         if self.config.log == "json":
@@ -253,7 +254,7 @@ class Tally:
         self.bytes: defaultdict[SiteId, Counter[str]] = defaultdict(Counter)
         self.outliers: Counter[SiteId] = Counter()
 
-    def count_event(self, event: str, info: Mapping[str, Any]) -> None:
+    def count_event(self, event: str, info: Fields) -> None:
         """Count what an event of the run says."""
         if event == "round done":
             self.rounds += 1

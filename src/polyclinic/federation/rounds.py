@@ -71,7 +71,7 @@ T = TypeVar("T")
 class ReadAnswer(NamedTuple, Generic[T]):
     """A site's reply after the last round, decoded and checked."""
 
-    fields: Mapping[str, Any]
+    fields: messages.Fields
     answer: T
     withheld: str = ""
     """Why the site tells nothing."""

@@ -197,7 +197,7 @@ class SiteRunner:
         for number, stage in enumerate(self.transforms):
             stream = (site_round.site.secret or site_round.rng).child("stage", number, site_round.site.round)
             tensors = stage.encode(tensors, site_round.order.tensors, stream)
-        masks: dict[str, object] = {}
+        masks: messages.Fields = {}
         if self.masking is not None:
             if update.scalars:
                 raise Refused("scalars", f"{self.name} would send numbers of its own beside a masked update")

@@ -10,18 +10,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias, TypeGuard
+from typing import TypeAlias, TypeGuard
 
 import torch
 
 from polyclinic.core import Bundle, FlatTensors, Part, Refused, SiteId, Tensors, Update, l2_distance
 from polyclinic.evaluation.metrics import METRICS, is_possible
 from polyclinic.privacy.transforms.base import UpdateTransform
-from polyclinic.storage.messages import Message, decode, format_untrusted
+from polyclinic.storage.messages import Fields, Message, decode, format_untrusted
 
-ReportRow: TypeAlias = Mapping[str, Any]
+ReportRow: TypeAlias = Fields
 """A site's metrics of one model on one part of its images: `model`, `part`, the number of images `n`, and metrics."""
-ReplyFields: TypeAlias = Mapping[str, Any]
+ReplyFields: TypeAlias = Fields
 """The fields of a site's reply, of which nothing is checked."""
 TABLE_ALLOWANCE = 1 << 16
 """Bytes, beyond the tensors themselves, for names, shapes and one site's report."""

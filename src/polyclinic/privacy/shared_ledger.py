@@ -22,7 +22,7 @@ from polyclinic.privacy.accounting import Spend
 from polyclinic.privacy.plan import PrivacyPlan, Unit
 from polyclinic.privacy.worst_case import RunCost, run_cost, worst_epsilon
 from polyclinic.storage.files import explain_os_errors
-from polyclinic.storage.ledger import Ledger
+from polyclinic.storage.ledger import Ledger, LedgerRow
 
 PrivacyCharge: TypeAlias = dict[str, Any]
 """What a round releases, as JSON: the `Spend`s of its `sites`, a hash of all that the release depends on (`of`), and
@@ -69,7 +69,7 @@ class SharedLedger:
                 f"{self.path} lacks charges that this run has seen there, so ε of its images is unknown; restore the "
                 "file"
             )
-        runs: dict[str, dict[tuple[int, str], dict[str, Any]]] = defaultdict(dict)
+        runs: dict[str, dict[tuple[int, str], LedgerRow]] = defaultdict(dict)
         for row in ledger.read():
             if "run" not in row:
                 raise RecipeError(f"{self.path} is the ledger of one run; give the file that privacy.ledger names")
@@ -78,7 +78,7 @@ class SharedLedger:
                 runs[row["run"]][charge] = row
         return tuple(self._cost(list(rows.values())) for rows in runs.values())
 
-    def _cost(self, rows: list[dict[str, Any]]) -> RunCost:
+    def _cost(self, rows: list[LedgerRow]) -> RunCost:
         """Return what one run has released, by site, and of validation images: each is a candidate."""
         if not self.strict and any(self._group_of(row) is None for row in rows):
             return run_cost([[Spend(0.0)]])
@@ -95,13 +95,13 @@ class SharedLedger:
         most = int(rows[0]["holders" if counted else "all_sites"])
         return run_cost([*spent.values(), *[metrics] * most], most, rows[0]["neighbours"])
 
-    def _group_of(self, row: dict[str, Any]) -> int | None:
+    def _group_of(self, row: LedgerRow) -> int | None:
         """Return how many of the units that a charge protects are one unit of this ledger's reader; None: no bound."""
         if UNITS.index(row["unit"]) >= UNITS.index(self.unit):
             return 1
         return None if self.unit == "site" or row["group"] is None else int(row["group"])
 
-    def _refuse_unit(self, row: dict[str, Any]) -> NoReturn:
+    def _refuse_unit(self, row: LedgerRow) -> NoReturn:
         why = "no bound on a site" if self.unit == "site" else "no bound on a patient whose images are not known"
         raise RecipeError(
             f"{self.path} holds charges of unit {row['unit']}, which are {why}; set the unit to {row['unit']}, or "

@@ -8,10 +8,13 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from polyclinic.core import StoreError
 from polyclinic.storage.files import append_durably, explain_os_errors
+
+LedgerRow: TypeAlias = dict[str, Any]
+"""A row of a ledger, as it was written."""
 
 CHAIN_KEY = b'"chain": "'
 HASH = 32
@@ -36,7 +39,7 @@ class Ledger:
         append_durably(self.path, line, "ledger-half-written")
         self.chain, self.rows = chain, self.rows + 1
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[LedgerRow]:
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
     def includes(self, rows: int, chain: str) -> bool:

@@ -27,6 +27,8 @@ PREFIX = struct.Struct("<4sI32s")
 MAX_HEADER = 1 << 20
 MAX_TABLE = 100_000_000
 """Bytes of names, shapes and dtypes: safetensors' own limit, for readers that do not know what to expect."""
+Fields: TypeAlias = Mapping[str, Any]
+"""The JSON fields of a message or statement, of which nothing is checked."""
 Entry: TypeAlias = tuple[str, torch.dtype, tuple[int, ...], int]
 """A tensor's name, dtype, shape and bytes."""
 ALIGNMENT = 64
@@ -53,7 +55,7 @@ with warnings.catch_warnings():
 class Message:
     """A decoded frame: JSON fields and tensors by kind."""
 
-    fields: Mapping[str, Any]
+    fields: Fields
     tensors: Bundle
 
 
@@ -177,12 +179,12 @@ def decode(data: bytes, max_bytes: int | None = None, max_table_bytes: int = MAX
     return Message(fields, unflatten(_parse_body(body, max_table_bytes)))
 
 
-def decode_fields(data: bytes) -> dict[str, Any]:
+def decode_fields(data: bytes) -> Fields:
     """Decode the JSON fields of a message without its tensors, or raise `Refused`."""
     return _decode_header(data)[0]
 
 
-def _decode_header(data: bytes) -> tuple[dict[str, Any], int]:
+def _decode_header(data: bytes) -> tuple[Fields, int]:
     """Return the fields of a message and where its body starts."""
     if not data:
         raise Refused("empty", "the message has no bytes")
@@ -199,7 +201,7 @@ def _decode_header(data: bytes) -> tuple[dict[str, Any], int]:
     return _parse_header(header), PREFIX.size + length
 
 
-def _parse_header(header: bytes) -> dict[str, Any]:
+def _parse_header(header: bytes) -> Fields:
     fields = parse_json(header, "json")
     schema = fields.get("schema")
     if not isinstance(fields.get("body"), str):

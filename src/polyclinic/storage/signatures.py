@@ -10,13 +10,14 @@ import binascii
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA384
 
 from polyclinic.core import Refused, SiteId, Stream
+from polyclinic.storage.messages import Fields
 
 ALGORITHM = ec.ECDSA(SHA384(), deterministic_signing=True)
 """As in RFC 6979: signing a statement twice gives the same bytes, so that a repeated message is the same message."""
@@ -29,7 +30,7 @@ class SiteSigner:
     site: SiteId
     key: ec.EllipticCurvePrivateKey
 
-    def sign(self, purpose: str, fields: Mapping[str, Any]) -> str:
+    def sign(self, purpose: str, fields: Fields) -> str:
         """Return the signature of a statement, in base64."""
         return base64.b64encode(self.key.sign(_statement(purpose, fields), ALGORITHM)).decode()
 
@@ -40,7 +41,7 @@ class PeerKeys:
 
     keys: Mapping[SiteId, ec.EllipticCurvePublicKey]
 
-    def verify(self, site: SiteId, purpose: str, fields: Mapping[str, Any], signature: object) -> None:
+    def verify(self, site: SiteId, purpose: str, fields: Fields, signature: object) -> None:
         """Raise `Refused` unless the signature is that of `site` over this statement."""
         if site not in self.keys:
             raise Refused("signature", f"{site[:60]!r} is no site whose key is known here")
@@ -84,5 +85,5 @@ def make_signers(sites: list[SiteId], stream: Stream | None = None) -> tuple[dic
     return signers, PeerKeys({site: signer.key.public_key() for site, signer in signers.items()})
 
 
-def _statement(purpose: str, fields: Mapping[str, Any]) -> bytes:
+def _statement(purpose: str, fields: Fields) -> bytes:
     return json.dumps([purpose, dict(fields)], sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

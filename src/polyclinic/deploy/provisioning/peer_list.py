@@ -8,7 +8,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -16,6 +15,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
 from polyclinic.core import EngineError, Refused, SiteId
 from polyclinic.deploy.provisioning.certificates import Certificate, PrivateKey, read_certificate
+from polyclinic.storage.messages import Fields
 from polyclinic.storage.signatures import PeerKeys, SiteSigner
 
 PEERS = "peers.json"
@@ -59,7 +59,7 @@ def read_peers(path: Path, authority: Path, federation: str) -> dict[str, object
     return dict(values)
 
 
-def peer_keys(values: Mapping[str, Any]) -> PeerKeys:
+def peer_keys(values: Fields) -> PeerKeys:
     """The sites' public keys in the content of a peers.json that was verified."""
     return PeerKeys(PeerList(values["federation"], values["version"], values["sites"]).public_keys())
 

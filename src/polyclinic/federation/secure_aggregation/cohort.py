@@ -14,17 +14,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from polyclinic.core import Bundle, Refused, SiteId
 from polyclinic.federation.update_check import is_number
 from polyclinic.privacy.masking.secrets import KEY
 from polyclinic.privacy.transforms.mask import Mask
-from polyclinic.storage.messages import hash_tensors
+from polyclinic.storage.messages import Fields, hash_tensors
 from polyclinic.storage.signatures import PeerKeys
 
-Fields: TypeAlias = Mapping[str, Any]
 MASKS = "masks"
 """The field of a message that holds what masks need."""
 PHASES = ("keys", "shares", "agree", "unmask")
@@ -47,15 +46,15 @@ class RoundKeys:
     cipher_key: bytes
     signature: str = ""
 
-    def statement(self, run: str, round: int, site: SiteId) -> dict[str, Any]:
+    def statement(self, run: str, round: int, site: SiteId) -> Fields:
         """Return the fields that the site signs."""
         return {"run": run, "round": round, "site": site, **self._own_fields()}
 
-    def _own_fields(self) -> dict[str, Any]:
+    def _own_fields(self) -> Fields:
         keys = {"mask_key": encode_bytes(self.mask_key), "cipher_key": encode_bytes(self.cipher_key)}
         return {"received": dict(self.received), "attempt": self.attempt, "weight": self.weight, **keys}
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Fields:
         return {**self._own_fields(), "signature": self.signature}
 
     @staticmethod
@@ -88,7 +87,7 @@ class Cohort:
             raise Refused("masks", f"the keys of the sites are not an object of at most {MOST_SITES}")
         return Cohort(run, round, {site: RoundKeys.from_json(values[site]) for site in sorted(values)})
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Fields:
         return {site: keys.to_json() for site, keys in self.keys.items()}
 
     @cached_property
@@ -129,11 +128,11 @@ class Cohort:
         signatures = sorted((site, keys.signature) for site, keys in self.keys.items())
         return hashlib.sha256(json.dumps([self.digest, signatures]).encode()).hexdigest()
 
-    def masked_statement(self, site: SiteId, masked_with: list[SiteId]) -> dict[str, Any]:
+    def masked_statement(self, site: SiteId, masked_with: list[SiteId]) -> Fields:
         """Return what a site signs with its masked update."""
         return {"run": self.run, "round": self.round, "site": site, "keys": self.digest, "sites": masked_with}
 
-    def survivors_statement(self, masked_with: list[SiteId], survivors: list[SiteId]) -> dict[str, Any]:
+    def survivors_statement(self, masked_with: list[SiteId], survivors: list[SiteId]) -> Fields:
         """Return what every survivor signs before anything is unmasked."""
         common = {"run": self.run, "round": self.round, "keys": self.digest, "sites": masked_with}
         return {**common, "survivors": survivors}
@@ -152,7 +151,7 @@ def hash_kinds(bundle: Bundle) -> dict[str, str]:
     return {kind: hash_tensors({kind: group}) for kind, group in bundle.items() if group}
 
 
-def read_attempt(values: Mapping[str, Any]) -> int:
+def read_attempt(values: Fields) -> int:
     """Return how often a round was given up before, from another machine; raises `Refused`."""
     attempt = values.get("attempt")
     if type(attempt) is not int or not 0 <= attempt < 1 << 31:

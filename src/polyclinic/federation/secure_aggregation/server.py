@@ -43,7 +43,7 @@ from polyclinic.privacy.masking.fixed_point import Words, as_tensor, restore_gro
 from polyclinic.privacy.masking.masks import neighbours_of
 from polyclinic.privacy.transforms.mask import SUM, Mask
 from polyclinic.storage import messages
-from polyclinic.storage.messages import Message, hash_tensors
+from polyclinic.storage.messages import Fields, Message, hash_tensors
 from polyclinic.storage.signatures import PeerKeys
 
 Collected: TypeAlias = tuple[dict[str, Words], dict[SiteId, str], dict[SiteId, tuple[Message, list[Any]]]]
@@ -136,7 +136,7 @@ class MaskedRound:
     def _place(self, phase: str) -> str:
         return place_of(self.round, self.weights, self.attempt, phase)
 
-    def _masks(self, cohort: Cohort) -> dict[str, Any]:
+    def _masks(self, cohort: Cohort) -> Fields:
         return {"keys": cohort.to_json()}
 
     def _collect_keys(self, sent: Mapping[SiteId, Bundle]) -> Cohort:
@@ -147,7 +147,7 @@ class MaskedRound:
                 hashes[id(bundle)] = hash_kinds(bundle)
         wanted = {site: hashes[id(bundle)] for site, bundle in sent.items()}
 
-        def check(site: SiteId, found: Mapping[str, Any]) -> None:
+        def check(site: SiteId, found: Fields) -> None:
             keys = RoundKeys.from_json(dict(found))
             if dict(keys.received) != wanted[site] or keys.attempt != self.attempt:
                 raise Refused("cohort", f"{site} has signed other weights, or another attempt, than it was asked to")
@@ -163,7 +163,7 @@ class MaskedRound:
             except Refused as refusal:
                 raise RoundFailed(self._failure(f"{len(sites)} sites began it; {refusal}")) from None
 
-        def ask(site: SiteId) -> dict[str, Any]:
+        def ask(site: SiteId) -> Fields:
             return {"received": wanted[site], "attempt": self.attempt}
 
         found = self._ask("keys", list(sent), ask, check, close)
@@ -174,7 +174,7 @@ class MaskedRound:
     def _collect_shares(self, cohort: Cohort) -> tuple[list[SiteId], dict[SiteId, dict[SiteId, str]]]:
         """Return the sites that mask with each other, and the encrypted shares by recipient and sender."""
 
-        def check(site: SiteId, found: Mapping[str, Any]) -> None:
+        def check(site: SiteId, found: Fields) -> None:
             holders = neighbours_of(site, cohort.sites, self.options.neighbours, cohort.digest)
             if sorted(read_texts(found.get("sealed"))) != holders:
                 raise Refused("shares", f"{site} has not shared its secrets with the sites that it should")
@@ -241,7 +241,7 @@ class MaskedRound:
         add_up(words, total)
         return words, signatures, accepted
 
-    def _collect_signatures(self, survivors: list[SiteId], asked: Mapping[str, Any]) -> dict[SiteId, str]:
+    def _collect_signatures(self, survivors: list[SiteId], asked: Fields) -> dict[SiteId, str]:
         """Return the survivors' signatures over their list."""
         found = self._ask("agree", survivors, lambda _: asked, lambda *_: None)
         failpoint("survivors-agreed")
@@ -250,13 +250,13 @@ class MaskedRound:
     def _collect_revealed(
         self,
         survivors: list[SiteId],
-        asked: Mapping[str, Any],
+        asked: Fields,
         agreed: Mapping[SiteId, str],
         sealed: Mapping[SiteId, Mapping[SiteId, str]],
-    ) -> dict[SiteId, Mapping[str, Any]]:
+    ) -> dict[SiteId, Fields]:
         """Return what each survivor reveals: shares of survivors' own masks and of lost sites' mask keys."""
 
-        def check(_: SiteId, found: Mapping[str, Any]) -> None:
+        def check(_: SiteId, found: Fields) -> None:
             for part in ("own", "lost"):
                 for text in read_texts(found.get(part)).values():
                     read_share(text)
@@ -295,10 +295,10 @@ class MaskedRound:
         self,
         phase: str,
         sites: Sequence[SiteId],
-        masks: Callable[[SiteId], Mapping[str, Any]],
-        check: Callable[[SiteId, Mapping[str, Any]], None],
+        masks: Callable[[SiteId], Fields],
+        check: Callable[[SiteId, Fields], None],
         close: Callable[[list[SiteId]], None] | None = None,
-    ) -> dict[SiteId, Mapping[str, Any]]:
+    ) -> dict[SiteId, Fields]:
         """Send a message without weights to each site, and return what the acceptable replies say about masks.
 
         `close` raises `RoundFailed` if the sites that answered are too few. An exchange that it has closed ends with
@@ -307,7 +307,7 @@ class MaskedRound:
         place = self._place(phase)
         closed = self.transcript.read_sites(place)
         wanted = list(sites) if closed is None else closed
-        found: dict[SiteId, Mapping[str, Any]] = {}
+        found: dict[SiteId, Fields] = {}
         for site in wanted:
             if (kept := self.transcript.read_reply(place, site)) is not None:
                 found[site] = read_masks(kept.fields)
@@ -330,7 +330,7 @@ class MaskedRound:
             self.transcript.write_sites(place, sorted(found))
         return found
 
-    def _add_field(self, outbox: Outbox, masks: Callable[[SiteId], Mapping[str, Any]]) -> None:
+    def _add_field(self, outbox: Outbox, masks: Callable[[SiteId], Fields]) -> None:
         outbox.fields = {site: {**fields, MASKS: masks(site)} for site, fields in outbox.fields.items()}
 
     def _exchange(self, outbox: Outbox) -> Iterator[tuple[SiteId, bytes | Message]]:

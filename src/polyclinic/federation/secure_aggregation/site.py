@@ -6,7 +6,6 @@ Nothing but `Agreements` is remembered.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,6 @@ from polyclinic.federation.secure_aggregation.agreements import Agreements
 from polyclinic.federation.secure_aggregation.cohort import (
     MASKS,
     Cohort,
-    Fields,
     RoundKeys,
     decode_bytes,
     encode_bytes,
@@ -30,7 +28,7 @@ from polyclinic.privacy.masking.secrets import RoundSecrets, derive_key
 from polyclinic.privacy.masking.shamir import split_secret
 from polyclinic.privacy.mechanism import clip, gaussian_noise, join_kinds, split_kinds
 from polyclinic.privacy.transforms.mask import SUM, Mask
-from polyclinic.storage.messages import Message
+from polyclinic.storage.messages import Fields, Message
 from polyclinic.storage.signatures import PeerKeys, SiteSigner
 
 FINEST = 100
@@ -85,7 +83,7 @@ class MaskingSite:
         if order.fields["purpose"] == "train":
             self._read_masked_with(order.fields, self._read_cohort(order.fields, hash_kinds(order.tensors)))
 
-    def mask_update(self, order: Message, update: Bundle, secret: Stream | None) -> tuple[Bundle, dict[str, Any]]:
+    def mask_update(self, order: Message, update: Bundle, secret: Stream | None) -> tuple[Bundle, Fields]:
         """Return a site's update as masked integers, and what goes into the field `masks` of its reply.
 
         Args:
@@ -104,7 +102,7 @@ class MaskingSite:
         tensors = {kind: {SUM: as_tensor(vectors[kind])} if kind in vectors else {} for kind in update}
         return tensors, {"signature": signature}
 
-    def _make_keys(self, fields: Fields, masks: Mapping[str, Any]) -> dict[str, Any]:
+    def _make_keys(self, fields: Fields, masks: Fields) -> Fields:
         """Return the site's keys for this round and these weights, signed."""
         received, attempt = read_texts(masks.get("received")), read_attempt(masks)
         secrets = self._secrets(fields, received, attempt)
@@ -114,7 +112,7 @@ class MaskingSite:
         failpoint("keys-made")
         return {**own.to_json(), "signature": signed}
 
-    def _share_secrets(self, fields: Fields, masks: Mapping[str, Any]) -> dict[str, Any]:
+    def _share_secrets(self, fields: Fields, masks: Fields) -> Fields:
         """Return shares of the site's secrets, encrypted for its neighbours."""
         cohort = self._read_cohort(fields, None)
         secrets, holders = self._secrets_in(cohort), self._neighbours(cohort)
@@ -128,7 +126,7 @@ class MaskingSite:
         failpoint("secrets-shared")
         return {"sealed": sealed}
 
-    def _agree_survivors(self, fields: Fields, masks: Mapping[str, Any]) -> dict[str, Any]:
+    def _agree_survivors(self, fields: Fields, masks: Fields) -> Fields:
         """Sign the list of survivors, the only one that this site signs in this round."""
         cohort = self._read_cohort(fields, None)
         masked_with, survivors = self._read_survivors(fields, cohort)
@@ -136,7 +134,7 @@ class MaskingSite:
         signature = self.signer.sign("survivors", cohort.survivors_statement(masked_with, survivors))
         return {"signature": signature}
 
-    def _reveal_shares(self, fields: Fields, masks: Mapping[str, Any]) -> dict[str, Any]:
+    def _reveal_shares(self, fields: Fields, masks: Fields) -> Fields:
         """Return shares of the survivors' own masks, and of the lost sites' mask keys: never both of one site."""
         cohort = self._read_cohort(fields, None)
         masked_with, survivors = self._read_survivors(fields, cohort)
@@ -264,7 +262,7 @@ class MaskingSite:
         return RoundSecrets(derive_key(self.read_key(), "masks", *where, *hashes))
 
 
-def read_masks(fields: Fields) -> Mapping[str, Any]:
+def read_masks(fields: Fields) -> Fields:
     """Return what a message says about masks; raises `Refused` if it says nothing."""
     masks = fields.get(MASKS)
     if not isinstance(masks, dict):

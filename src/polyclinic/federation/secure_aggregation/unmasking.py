@@ -1,7 +1,6 @@
 """Sums of masked updates, and the removal of the masks that are left in them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -13,8 +12,9 @@ from polyclinic.privacy.masking.masks import add_mask, neighbours_of, pair_sign
 from polyclinic.privacy.masking.secrets import KEY, pair_seed
 from polyclinic.privacy.masking.shamir import PRIME, recover_secret
 from polyclinic.privacy.transforms.mask import SUM, Mask
+from polyclinic.storage.messages import Fields
 
-Revealed = Mapping[SiteId, Mapping[str, Any]]
+Revealed = Mapping[SiteId, Fields]
 """By site what it reveals: shares of survivors' `own` masks, and of `lost` sites' mask keys."""
 
 
