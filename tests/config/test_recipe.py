@@ -38,6 +38,7 @@ FULL: dict[str, Any] = {
         "dropout": 0.1,
         "norm": "group",
         "weights": None,
+        "sha256": "0" * 64,
         "split_after": 2,
         "pretrain": 1,
         "activation_checkpointing": False,

@@ -49,7 +49,7 @@ from polyclinic.deploy.site.policy import (
 )
 from polyclinic.deploy.site.release_log import FAILED, LOG, REFUSED, ReleaseLog, RotatingLog, timestamp
 from polyclinic.deploy.site.scores import KeptScores, describe_scores, keep_scores
-from polyclinic.federation.secure_aggregation.agreements import Agreements
+from polyclinic.federation.secure_aggregation.agreements import AGREEMENTS, Agreements
 from polyclinic.federation.secure_aggregation.assembly import SiteIdentity
 from polyclinic.federation.secure_aggregation.cohort import MASKS, PHASES
 from polyclinic.runs.sites import FederatedDataset
@@ -375,7 +375,7 @@ class SiteMessageHandler:
         if self.keyring is None:
             return None
         signer, peers = self.keyring.signer, self.keyring.keys
-        agreements = Agreements(run / "masks.json")
+        agreements = Agreements(run / AGREEMENTS)
         least = self.config.allow.least_sites
         return SiteIdentity(signer, peers, lambda: self.keys.read_run_key(run).to_bytes(32), agreements, least)
 

@@ -18,6 +18,7 @@ import torch
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import Bundle, Refused, SiteId, StoreError
 from polyclinic.deploy.site.policy import Allow
+from polyclinic.federation.secure_aggregation.agreements import AGREEMENTS, Agreements
 from polyclinic.runs.assemble import given_digest
 from polyclinic.storage import messages
 from polyclinic.storage.files import make_folder, write_json
@@ -204,7 +205,11 @@ def read_permit(folder: Path) -> dict[str, Any] | None:
 
 
 def allow_round(folder: Path, round: int) -> None:
-    """Let the server of a run ask for this round next, whatever was answered; `folder`: the run's own."""
+    """Let the server of a run ask for this round next, whatever was answered; `folder`: the run's own.
+
+    What the site agreed to about masks in this and later rounds is forgotten, as these rounds are played again.
+    """
+    Agreements(folder / AGREEMENTS).forget_after(round - 1)
     write_json(folder / PERMIT, {"round": round, "mark": datetime.now(UTC).isoformat()})
 
 
