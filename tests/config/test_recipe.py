@@ -104,6 +104,7 @@ FULL: dict[str, Any] = {
                 "dropout": 0.1,
                 "norm": "default",
                 "weights": None,
+                "sha256": "0" * 64,
                 "split_after": 2,
                 "pretrain": 1,
                 "activation_checkpointing": False,
