@@ -22,6 +22,7 @@ from polyclinic.evaluation.summary import Audit, RunSummary
 from polyclinic.privacy.accounting import Accountant, Spend, epsilon
 from polyclinic.privacy.gaussian_tests import GaussianTest
 from polyclinic.privacy.one_run_bound import CanaryBound
+from polyclinic.privacy.transforms.mask import Mask
 from polyclinic.reporting.formatting import round_up
 from polyclinic.reporting.privacy_statement import privacy_line, write_privacy_page
 from polyclinic.runs.privacy_record import list_releases
@@ -379,3 +380,10 @@ def test_a_refuted_claim_is_not_repeated_as_one(folder: Folder) -> None:
     told = write_privacy_page(summary)
     assert "Do not rely on this run" in told
     assert "**ε =" not in told
+
+
+def test_what_is_masked_is_called_so_and_only_then() -> None:
+    kinds = [Exchange("model", like="model")]
+    hidden, plain = list_releases(None, kinds, [Mask()]), list_releases(None, kinds, [Mask(masks=False)])
+    assert hidden[0].protection == f"{plain[0].protection}; masked: the server learns the sum over sites"
+    assert [row.protection for row in hidden[1:]] == [row.protection for row in plain[1:]]

@@ -199,7 +199,10 @@ def show(folder: Folder, as_json: Json = False) -> None:
 def _print_next_steps(*lines: str) -> None:
     for line in lines:
         out.print(Text(line), soft_wrap=True)
-    out.print(Text("then restart the server or site; the README.md in each kit says how"), soft_wrap=True)
+    out.print(
+        Text("the README.md in each kit says what to do with it; a server that runs takes changes within seconds"),
+        soft_wrap=True,
+    )
 
 
 def _print_kits(folder: Path, as_json: bool) -> bool:

@@ -376,7 +376,7 @@ class Experiment:
             forgetting=forgetting_by_round(rows) if recipe.evaluate.forgetting else {},
             drift=mean_drift(rows),
             cost=sum_costs(journal.costs, seconds),
-            released=list_releases(self.setup.plan, self.setup.algorithm.exchanges()),
+            released=list_releases(self.setup.plan, self.setup.algorithm.exchanges(), self.setup.transforms),
             warnings=self.warnings,
             sha256=messages.hash_tensors(outcome.state),
             versions=package_versions(),

@@ -12,6 +12,8 @@ from polyclinic.evaluation.summary import PrivacySpent, ReleasedKind
 from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.privacy.accounting import Accountant, Spend, epsilon
 from polyclinic.privacy.plan import RELEASED, PrivacyPlan, describe_clip, describe_noise
+from polyclinic.privacy.transforms.base import UpdateTransform
+from polyclinic.privacy.transforms.mask import Mask
 from polyclinic.runs.final_evaluation import SiteAnswer
 
 ACCOUNTANTS: tuple[Accountant, ...] = ("pld", "rdp", "prv")
@@ -19,18 +21,26 @@ STATISTICS = ("prototypes", "counts", "features", "means")
 """Kinds that are not trained, but statistics of images."""
 
 
-def list_releases(plan: PrivacyPlan | None, exchanges: Iterable[Exchange]) -> list[ReleasedKind]:
-    """Return each kind of data that leaves a site, with its protection."""
-    sent = list(exchanges)
+MASKED = "; masked: the server learns the sum over sites"
+
+
+def list_releases(
+    plan: PrivacyPlan | None, exchanges: Iterable[Exchange], transforms: Iterable[UpdateTransform] = ()
+) -> list[ReleasedKind]:
+    """Return each kind of data that leaves a site, with its protection; `transforms`: those of the run's updates."""
+    sent, masked = (
+        list(exchanges),
+        MASKED if any(isinstance(stage, Mask) and stage.masks for stage in transforms) else "",
+    )
     if plan is None:
         return [
-            *(ReleasedKind(kind=e.kind, protection=e.protection.why) for e in sent),
+            *(ReleasedKind(kind=e.kind, protection=f"{e.protection.why}{masked}") for e in sent),
             ReleasedKind(kind="metrics", protection="every evaluated round, of the site's validation images; no plan"),
             ReleasedKind(
                 kind="predictions", protection="after the last round, of every image, with its label; no plan"
             ),
         ]
-    kinds = {exchange.kind: _describe_protection(plan, exchange.kind) for exchange in sent}
+    kinds = {exchange.kind: f"{_describe_protection(plan, exchange.kind)}{masked}" for exchange in sent}
     kinds |= {kind: _describe_charged(noise) for kind, noise in plan.other_releases.items() if kind not in kinds}
     kinds["metrics"] = _describe_metrics(plan)
     kinds["predictions"] = "read by the simulation itself after the last round; outside the claim"

@@ -391,7 +391,9 @@ class Participation:
     def preview_releases(self) -> list[ReleasePreview]:
         """List everything that would leave the site."""
         setup = self.setup
-        words = {row.kind: row.protection for row in list_releases(setup.plan, setup.algorithm.exchanges())}
+        words = {
+            row.kind: row.protection for row in list_releases(setup.plan, setup.algorithm.exchanges(), setup.transforms)
+        }
         cost = setup.plan.epsilon if setup.plan is not None and setup.plan.has_guarantee else None
         optional = {e.kind for e in setup.algorithm.exchanges() if e.optional}
         rows = [
