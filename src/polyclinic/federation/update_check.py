@@ -226,10 +226,12 @@ def split_predictions(
         bundle.setdefault(group, {})[key] = tensor
     for group, found in bundle.items():
         rows = found.get("probabilities", torch.zeros(0))
+        if not rows.is_floating_point() or rows.shape[1:] != (classes,):
+            raise Refused("predictions", f"{group[:60]!r} are not finite probabilities of {classes} classes")
         most = next((count for part, count in (held or {}).items() if group.endswith(f"|{part}")), len(rows))
         if len(rows) != most:
             raise Refused("predictions", f"{group[:60]!r} has {len(rows)} rows where {most} images are registered")
-        if not rows.is_floating_point() or rows.shape[1:] != (classes,) or not bool(torch.isfinite(rows).all()):
+        if not bool(torch.isfinite(rows).all()):
             raise Refused("predictions", f"{group[:60]!r} are not finite probabilities of {classes} classes")
         columns = (found.get(key, torch.zeros(0)) for key in ("labels", "patients"))
         if any(c.dtype != torch.int64 or c.shape != rows.shape[:1] for c in columns):
