@@ -12,7 +12,7 @@ from polyclinic import Recipe
 from polyclinic.core.errors import RecipeError
 from polyclinic.core.types import Bundle
 from polyclinic.privacy.masking.fixed_point import PARAMETERS
-from tests.federation.secure_aggregation.played import Play, masked
+from tests.federation.secure_aggregation.played import Play, masked, network_with_statistics as network_with_statistics
 
 SIGMA, CLIP, COLLUDERS, THRESHOLD, SITES = 2.0, 0.5, 1, 4, 5
 PLAN = {"unit": "site", "noise": SIGMA, "clip": CLIP, "delta": 1e-2, "randomness": "seed"}

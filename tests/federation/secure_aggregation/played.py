@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import pytest
 from torch import nn
 
 from polyclinic import Recipe
@@ -41,13 +42,18 @@ MODEL = "masked_cnn"
 Change = Callable[[SiteId, messages.Message], messages.Message]
 
 
-if MODEL not in MODELS:
+@pytest.fixture(scope="module", autouse=True)
+def network_with_statistics() -> Iterator[None]:
+    """Register a small network with statistics and a counter, for the tests of one file."""
 
     @register_model(MODEL, min_size=4)
-    def masked_cnn(*, classes: int, channels: int, size: int, dropout: float) -> Classifier:
+    def build(*, classes: int, channels: int, size: int, dropout: float) -> Classifier:
         """A small network with statistics and a counter."""
         layers = nn.Conv2d(channels, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
         return Classifier(nn.Sequential(*layers), nn.Linear(4 * (size // 2) ** 2, classes))
+
+    yield
+    del MODELS[MODEL]
 
 
 def masked(masks: bool = True, sites: int = SITES, options: dict[str, Any] | None = None, **settings: Any) -> Recipe:

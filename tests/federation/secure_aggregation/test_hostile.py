@@ -20,7 +20,12 @@ from polyclinic.privacy.transforms.mask import SUM
 from polyclinic.storage import messages
 from polyclinic.storage.messages import Message
 from polyclinic.storage.signatures import make_signers
-from tests.federation.secure_aggregation.played import Play, masked, same_bits
+from tests.federation.secure_aggregation.played import (
+    Play,
+    masked,
+    network_with_statistics as network_with_statistics,
+    same_bits,
+)
 
 Masks = dict[str, Any]
 

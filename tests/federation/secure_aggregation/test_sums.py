@@ -18,6 +18,7 @@ from tests.federation.secure_aggregation.played import (
     dataset_of,
     largest_difference,
     masked,
+    network_with_statistics as network_with_statistics,
     same_bits,
 )
 
