@@ -26,12 +26,17 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 LONGEST = (
+    "test_operations",
     "test_notebooks",
     "test_ray",
     "test_processes",
     "test_churn",
     "test_namespaces",
     "test_audit",
+    "test_worst_case",
+    "test_outsiders",
+    "test_export",
+    "test_board",
 )
 """Files that take longest come first, so that no core waits for the last of them."""
 
