@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import load, save
-from torch import nn
+from torch import Tensor, nn
 from torchvision.models import get_model_weights
 
 from polyclinic import models
@@ -323,3 +324,15 @@ def test_a_registered_model_can_be_built_and_is_described(monkeypatch: pytest.Mo
 def test_the_name_of_a_built_in_model_cannot_be_registered() -> None:
     with pytest.raises(RecipeError, match="'mlp' is already a model of polyclinic"):
         register_model("mlp")
+
+
+def test_networks_built_in_threads_have_the_weights_of_their_seeds() -> None:
+    """torch's generator is one for all threads: sites of one process must not draw from each other's seeds."""
+
+    def build(number: int) -> dict[str, Tensor]:
+        return build_model("small_cnn", classes=2, channels=1, size=16, seed=Stream(number)).state_dict()
+
+    wanted = [build(number) for number in range(24)]
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(build, range(24)))
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(wanted, found, strict=True) for name in a)

@@ -15,7 +15,7 @@ from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.jobs import Fit, Fitted, Step
 from polyclinic.core.network import Network
 from polyclinic.core.options import Optimiser, Training
-from polyclinic.core.rng import Stream
+from polyclinic.core.rng import Stream, seed_generators
 from polyclinic.core.types import Batch, Bundle
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.models.classifier import Classifier
@@ -23,7 +23,7 @@ from polyclinic.storage import messages
 from polyclinic.training.data_order import draw_epoch_batches, draw_epoch_order, iterate_steps
 from polyclinic.training.fit import fit
 from polyclinic.training.losses import corrected_loss, proximal_loss, task_loss
-from polyclinic.training.network import LiveNetwork, copy_module_weights, seed_generators
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 from tests.laws.bench import noise, play, same, small
 from tests.training.jobs import at_round, job
 

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
         check_training as check_training,
     )
     from polyclinic.core.registry import Registry as Registry
-    from polyclinic.core.rng import Stream as Stream
+    from polyclinic.core.rng import Stream as Stream, seed_generators as seed_generators
     from polyclinic.core.strict_parsing import parse_json as parse_json, read_yaml as read_yaml
     from polyclinic.core.types import (
         AUX_PREFIX as AUX_PREFIX,
@@ -127,7 +127,7 @@ _NAMES = {
     "network": ("Network", "Objective"),
     "options": ("Augment", "CurriculumOptions", "Optimiser", "Private", "Training", "check_training"),
     "registry": ("Registry",),
-    "rng": ("Stream",),
+    "rng": ("Stream", "seed_generators"),
     "strict_parsing": ("parse_json", "read_yaml"),
     "types": ("AUX_PREFIX", "Batch", "Bundle", "Examples", "Part", "Precision", "SiteId", "Tensors"),
     "validation": ("PositiveShare", "Share", "check_options", "validate_as"),

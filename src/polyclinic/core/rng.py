@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -33,3 +36,22 @@ class Stream:
     def generator(self) -> torch.Generator:
         """Return a new torch generator on the CPU, always in the same state."""
         return torch.Generator().manual_seed(self.integer())
+
+
+_GLOBAL_GENERATORS = threading.RLock()
+
+
+@contextmanager
+def seed_generators(stream: Stream, device: torch.device) -> Iterator[None]:
+    """Seed torch's generators (stochastic depth and other layers draw from them), and restore them afterwards.
+
+    All threads share these generators, so one thread at a time has them.
+    """
+    cuda = device.type == "cuda"
+    with _GLOBAL_GENERATORS, torch.random.fork_rng([device] if cuda else []):
+        # torch.manual_seed would also reseed accelerators that were not forked.
+        torch.default_generator.manual_seed(stream.integer())
+        if cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(stream.integer())
+        yield

@@ -13,6 +13,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from polyclinic import core
 from polyclinic.core import RecipeError
 
 if TYPE_CHECKING:
@@ -128,9 +129,8 @@ def build_model(
     spec = _find_spec(name)
     rate = spec.dropout if dropout is None else dropout
     _check_arguments(name, spec, classes, channels, size, rate)
-    # Only the CPU's generator is seeded: torch.manual_seed would also reseed every accelerator.
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.default_generator.manual_seed(seed.integer())
+    cpu = torch.device("cpu")
+    with core.seed_generators(seed, cpu), cpu:
         return spec.load_builder()(classes=classes, channels=channels, size=size, dropout=rate)
 
 

@@ -19,6 +19,7 @@ from polyclinic.federation.secure_aggregation.assembly import (
     SiteIdentity,
     build_masking,
     check_sites,
+    fix_threshold,
     mask_of,
     simulate_identities,
 )
@@ -105,12 +106,13 @@ def assemble(
     make_plan: Callable[[RunSetup], PrivacyPlan],
     data: Path | None = None,
     site: SiteId | None = None,
+    run_sites: int | None = None,
 ) -> RunSetup:
     """Build networks, algorithm, privacy plan and transforms of a run; load the public set and pretrain on it if asked.
 
     `make_plan` prices the run, before its noise is known; it is called if the recipe has a `privacy` section. `data`:
     the data folder, for first weights and the public set. `site`: assemble the run for this site alone, which sees no
-    other.
+    other; `run_sites`: the number of the run's sites then.
     """
     device = device_of(recipe)
     dataset = dataset.limit_group(recipe.privacy.group if recipe.privacy is not None else None)
@@ -123,7 +125,7 @@ def assemble(
     pretrain_networks(networks, public, device)
     algorithm = networks.wrap_algorithm(algorithm)
     sites, held_out = sites_on_device(recipe, dataset, module, device)
-    stages = recipe.build_stages()
+    stages = fix_threshold(recipe.build_stages(), run_sites if site else len(sites), recipe.cohort)
     if site is None:
         check_sites(mask_of(stages), len(sites), recipe.cohort)
     if site is not None:

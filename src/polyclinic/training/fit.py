@@ -23,11 +23,12 @@ from polyclinic.core import (
     Tensors,
     Training,
 )
+from polyclinic.core.rng import seed_generators
 from polyclinic.training.augment import augment_images
 from polyclinic.training.data_order import schedule_steps
 from polyclinic.training.dp.dp_sgd import PrivateGradients, is_plain_sgd
 from polyclinic.training.keyed_dropout import dropout_key, first_key, row_keys
-from polyclinic.training.network import LiveNetwork, seed_generators
+from polyclinic.training.network import LiveNetwork
 from polyclinic.training.prefetch import prefetch_batches
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from polyclinic.core import AUX_PREFIX, Batch, Bundle, EngineError, Network, Precision, Stream, Tensors, copy_tensors
+from polyclinic.core.rng import seed_generators
 from polyclinic.evaluation.task import CLASSIFICATION, Task
 from polyclinic.models.classifier import Classifier
 from polyclinic.models.modifications import CheckpointedBlock
@@ -351,19 +352,6 @@ def normalisation_names(module: nn.Module) -> frozenset[str]:
     """Return the names of normalisation layers' parameters and statistics. Layers are recognised by type, not name."""
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, NORM_LAYERS)}
     return frozenset(f"{name}.{own}" for name, layer in layers.items() for own in layer.state_dict())
-
-
-@contextmanager
-def seed_generators(stream: Stream, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators (stochastic depth and other layers draw from them), and restore them afterwards."""
-    cuda = device.type == "cuda"
-    with torch.random.fork_rng([device] if cuda else []):
-        # torch.manual_seed would also reseed accelerators that were not forked.
-        torch.default_generator.manual_seed(stream.integer())
-        if cuda:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(stream.integer())
-        yield
 
 
 def build_with_seed(build: Callable[[], T], seed: Stream) -> T:

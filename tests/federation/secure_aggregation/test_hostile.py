@@ -166,6 +166,26 @@ def test_a_second_list_of_survivors_is_refused_in_the_same_round() -> None:
         assert played.runners[site].reply(order).fields[MASKS]["signature"], "the same list again is answered"
 
 
+def test_one_attempt_has_one_cohort_and_it_cannot_be_small() -> None:
+    """In one cohort a site could be made to reveal its own mask and in another its mask key: its update alone."""
+    played = Play(masked(sites=6, rounds=1))
+    played.play()
+    orders = {site: order for site, order in played.sent if order.fields["purpose"] == "shares"}
+    keys = orders["site-6"].fields[MASKS]["keys"]
+
+    def share(site: SiteId, members: set[str], attempt: int = 0) -> Message:
+        chosen = {name: keys[name] for name in keys if name in members}
+        return played.runners[site].reply(
+            Message({**orders[site].fields, "round": 1, MASKS: {"keys": chosen, "attempt": attempt}}, {})
+        )
+
+    with pytest.raises(Refused, match="3 sites take part, where 5 are needed"):
+        share("site-1", {"site-1", "site-2", "site-6"})
+    with pytest.raises(Refused, match="agreed to another list"):
+        share("site-6", {"site-2", "site-3", "site-4", "site-5", "site-6"})
+    assert share("site-6", set(keys)).fields[MASKS]["sealed"], "the same cohort again is answered"
+
+
 def test_another_attempt_has_other_masks_and_is_not_unmasked_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     played = Play(masked(rounds=1))
     played.play()

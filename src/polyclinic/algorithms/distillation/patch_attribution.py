@@ -21,8 +21,8 @@ from torch import Tensor
 
 from polyclinic.algorithms.distillation.losses import Teacher
 from polyclinic.core import Examples, Stream
+from polyclinic.core.rng import seed_generators
 from polyclinic.training.fit import evaluation_batch_size
-from polyclinic.training.network import seed_generators
 
 GRID = 7
 """Patches along a side."""

@@ -52,13 +52,14 @@ from polyclinic.core import (
     WeightsError,
     check_options,
 )
+from polyclinic.core.rng import seed_generators
 from polyclinic.data.examples import SiteData
 from polyclinic.training.augment import augment_images
 from polyclinic.training.data_order import draw_epoch_batches
 from polyclinic.training.fit import make_optimiser, score
 from polyclinic.training.keyed_dropout import dropout_key, first_key
 from polyclinic.training.losses import softened_kl
-from polyclinic.training.network import LiveNetwork, seed_generators
+from polyclinic.training.network import LiveNetwork
 from polyclinic.training.prefetch import prefetch_batches
 
 EpochRow: TypeAlias = dict[str, float]

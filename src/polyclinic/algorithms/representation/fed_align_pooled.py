@@ -19,10 +19,11 @@ from polyclinic.algorithms.representation.fed_align_losses import (
     separation_loss,
 )
 from polyclinic.core import AUX_PREFIX, Batch, Examples, Fitted, Site, SiteId, Stream, Training
+from polyclinic.core.rng import seed_generators
 from polyclinic.training.data_order import schedule_steps
 from polyclinic.training.fit import MultiSiteFit, augment_batch, make_optimiser
 from polyclinic.training.keyed_dropout import dropout_key, first_key
-from polyclinic.training.network import LiveNetwork, seed_generators
+from polyclinic.training.network import LiveNetwork
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyclinic.core import Stream
+from polyclinic.core.rng import seed_generators
 from polyclinic.training.fit import evaluation_batch_size
-from polyclinic.training.network import seed_generators
 
 NARROW, WIDE = 16, 128
 SMALLEST_SIDE = 8

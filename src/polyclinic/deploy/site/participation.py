@@ -136,7 +136,7 @@ class Participation:
         self.recipe = recipe = _choose_device(terms.recipe, config)
         torch.set_num_threads(recipe.engine.threads)
         keep_freed_memory()
-        self.setup = assemble(recipe, dataset, self._make_plan, site=self.site)
+        self.setup = assemble(recipe, dataset, self._make_plan, site=self.site, run_sites=len(terms.sites) or None)
         self._memory, self._read_key, self._identity = memory, read_key, identity
 
     @cached_property

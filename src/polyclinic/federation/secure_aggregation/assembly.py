@@ -42,6 +42,11 @@ def mask_of(stages: Iterable[UpdateTransform]) -> Mask | None:
     return next((stage for stage in stages if isinstance(stage, Mask)), None)
 
 
+def fix_threshold(stages: Iterable[UpdateTransform], sites: int | None, cohort: int | None) -> list[UpdateTransform]:
+    """Return the stages, of which `mask` has the threshold of a run of so many sites; None: they are not known yet."""
+    return [one.for_run(sites, cohort) if isinstance(one, Mask) and sites else one for one in stages]
+
+
 def check_sites(mask: Mask | None, sites: int, cohort: int | None) -> None:
     """Raise `RecipeError` if masks cannot protect rounds of so many sites."""
     if mask is not None and (problem := mask.problem_with(min(sites, cohort or sites))):

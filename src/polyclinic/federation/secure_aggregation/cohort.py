@@ -140,10 +140,10 @@ class Cohort:
 
 def check_size(options: Mask, sites: int, least_sites: int) -> None:
     """Raise `Refused` if masks cannot protect so few sites of a round, or a site's policy asks for more."""
+    if sites < (least := max(least_sites, options.threshold_of(sites))):
+        raise Refused("cohort", f"{sites} sites take part, where {least} are needed")
     if problem := options.problem_with(sites):
         raise Refused("cohort", problem)
-    if sites < least_sites:
-        raise Refused("cohort", f"{sites} sites take part, where {least_sites} are needed")
 
 
 def hash_kinds(bundle: Bundle) -> dict[str, str]:

@@ -219,6 +219,8 @@ class MaskingSite:
         if (own.mask_key, own.cipher_key) != public:
             raise Refused("cohort", f"the keys of {self.site} in this round are not its own")
         cohort.check(self.options, self.peers, self.least_sites)
+        # In two cohorts with the same keys, one could reveal this site's mask key and the other its own mask.
+        self.agreements.bind(cohort.round, f"cohort of attempt {own.attempt}", cohort.digest)
         return cohort
 
     def _read_masked_with(self, fields: Fields, cohort: Cohort) -> list[SiteId]:

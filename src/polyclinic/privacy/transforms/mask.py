@@ -6,9 +6,11 @@ n sites of a round, `threshold` t and c `colluders`, who tell the server all the
 
     (1)  2t > n + c     no two lists of survivors can be agreed on in one round
     (2)  t ≥ c + 2      a sum holds the updates of two honest sites at least
+
+n is the number of sites that the run has for a round, not of those that a server says have come: `for_run` fixes t.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from pydantic import Field
@@ -42,6 +44,10 @@ class Mask:
     def threshold_of(self, sites: int) -> int:
         """Return how many of so many sites must survive a round."""
         return self.threshold or 2 * sites // 3 + 1
+
+    def for_run(self, sites: int, cohort: int | None) -> "Mask":
+        """Return these options with the threshold of a run of so many sites, of which a round has at most `cohort`."""
+        return replace(self, threshold=self.threshold_of(min(sites, cohort or sites)))
 
     def problem_with(self, sites: int) -> str:
         """Return why masks cannot protect a round of so many sites; "" if they can."""
