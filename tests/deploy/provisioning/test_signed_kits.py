@@ -231,10 +231,13 @@ def test_a_venv_that_came_with_a_kit_is_never_run_and_made_anew(kits: Path) -> N
     planted.parent.mkdir(parents=True)
     planted.write_text("#!/bin/sh\necho planted\n")
     planted.chmod(0o755)
-    (folder / ".venv" / "pyvenv.cfg").write_text("home = /usr/bin\n")
+    configuration = folder / ".venv" / "pyvenv.cfg"
+    configuration.write_text("home = /usr/bin\n")
     mark = folder / ".venv" / f"polyclinic-{__version__}"
-    for text in ("", "unknown\n", "1 0\n"):
-        mark.write_text(text)
+    for text in ("", "1 0\n", None):
+        mark.write_text(text or "")
+        if text is None:
+            configuration.unlink()
         code, said = started(folder)
         assert (code, "planted" in said) == (1, False)
         assert ".venv was not made here" in said

@@ -67,9 +67,9 @@ remove it and tell the coordinator"
 DELIVERED @{settings}); if it was changed here: sh start.sh --install --keep; else $again"
 }
 
-# Two numbers of .venv that whoever made a zip elsewhere does not know.
+# Two numbers of .venv that whoever made a zip elsewhere does not know; nothing if it is none.
 mark_venv() {
-    stat -c '%i %W' .venv/pyvenv.cfg 2>/dev/null || stat -f '%i %B' .venv/pyvenv.cfg 2>/dev/null || echo unknown
+    stat -c '%i %W' .venv/pyvenv.cfg 2>/dev/null || stat -f '%i %B' .venv/pyvenv.cfg 2>/dev/null || true
 }
 
 install_packages() {
@@ -115,7 +115,7 @@ case "${1:-}" in
 esac
 if [ ! -e .venv ]; then
     install_packages
-elif [ "$(cat .venv/polyclinic-@{version} 2>/dev/null)" != "$(mark_venv)" ]; then
+elif [ -z "$(mark_venv)" ] || [ "$(cat .venv/polyclinic-@{version} 2>/dev/null)" != "$(mark_venv)" ]; then
     stop ".venv was not made here by this kit, or not to its end; make it anew: sh start.sh --install --keep"
 fi
 export POLYCLINIC_CACHE="${POLYCLINIC_CACHE:-$PWD/state/cache}"
