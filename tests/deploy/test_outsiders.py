@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import resource
@@ -283,6 +284,64 @@ def test_strangers_make_room_by_age_and_never_at_the_cost_of_sites() -> None:
         assert come("::ffff:10.0.0.9").address == "10.0.0.9"
         limits.close_old(time.monotonic() + 1e6)
         assert not limits.connections
+    finally:
+        for pair in pairs:
+            for end in pair:
+                end.close()
+
+
+async def outlives_a_flood(address: str, strangers: list[str], known: bool = False) -> bool:
+    """Whether a new connection from `address` is still open after 300 from the strangers' addresses, as of a site that
+    takes its time; `known`: a site has signed from there before."""
+    limits = ConnectionLimits(3, 4096, lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener, ExitStack() as stack:
+        serving = asyncio.create_task(limits.accept_forever(listener, lambda _: asyncio.Protocol(), None))
+
+        async def come(source: str) -> socket.socket:
+            before = limits.connections.copy()
+            one = stack.enter_context(socket.create_connection(listener.getsockname(), 5, (source, 0)))
+            while limits.connections == before:
+                await asyncio.sleep(0)
+            return one
+
+        if known:
+            await come(address)
+            limits.mark_signed(next(iter(limits.connections)), "hill")
+        for number in range(150):
+            await come(strangers[number % len(strangers)])
+        site = await come(address)
+        for number in range(150):
+            await come(strangers[number % len(strangers)])
+        serving.cancel()
+        return not closed(site)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs all addresses of 127.0.0.0/8")
+def test_strangers_with_few_addresses_keep_no_site_out() -> None:
+    """What an adversary did: 300 connections a second from three addresses cut whoever needed 0.4 s to sign."""
+    few = [f"127.0.0.{number}" for number in (2, 3, 4)]
+    assert asyncio.run(outlives_a_flood("127.0.0.9", few))
+    many = [f"127.0.1.{number}" for number in range(1, 151)]
+    assert asyncio.run(outlives_a_flood("127.0.0.9", many, known=True)), "an address from which a site has signed"
+    assert not asyncio.run(outlives_a_flood("127.0.0.9", many)), "else this flood was too small to prove anything"
+
+
+def test_an_address_counts_as_known_for_as_many_connections_as_its_sites_need() -> None:
+    limits = ConnectionLimits(2, 4096, lambda *_: None)
+    pairs = [socket.socketpair() for _ in range(120)]
+    try:
+        ends = iter(one for one, _ in pairs)
+        for number in range(12):
+            limits.mark_signed(limits._admit(next(ends), f"10.0.0.{number}"), "hill")
+        assert len(limits.addresses["hill"]) == connections.SITE_ADDRESSES, "bounded, the last ones"
+        few = [limits._admit(next(ends), "10.0.0.11") for _ in range(connections.SITE_CONNECTIONS)]
+        others = [limits._admit(next(ends), f"10.0.1.{number}") for number in range(limits.most_unsigned - len(few))]
+        limits._admit(next(ends), "10.0.2.1")
+        assert {*few, *others[1:]} <= limits.connections
+        assert others[0] not in limits.connections
+        limits._admit(next(ends), "10.0.0.11")
+        limits._admit(next(ends), "10.0.2.2")
+        assert few[0] not in limits.connections, "of an address that has more than its site needs"
     finally:
         for pair in pairs:
             for end in pair:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import typer
+from click.testing import Result
 from typer.testing import CliRunner
 
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
@@ -177,18 +178,24 @@ def _look(out: Path) -> None:
 
 def shown(*arguments: object) -> str:
     """What a command prints into 80 columns."""
+    return run_command(*arguments).stdout
+
+
+def run_command(*arguments: object) -> Result:
     app = typer.Typer(rich_markup_mode=None)
     app.command("status")(status)
     app.command("join")(join)
     app.command("scores")(scores_command)
     found = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "80"})
     assert found.exit_code == 0, found.output
-    return found.output
+    return found
 
 
 def test_a_dry_run_tells_what_would_leave_and_sends_nothing(place: Path) -> None:
     file = place / "k" / "sites" / "hill" / "site.yaml"
-    told = shown("join", file, "--dry-run", place / "recipe.yaml")
+    found = run_command("join", file, "--dry-run", place / "recipe.yaml")
+    told = found.stdout
+    assert "site.yaml allows more than when the coordinator made it (DELIVERED): allow.algorithms" in found.stderr
     assert {"model", "metrics", "final", "predictions"} <= set(told.split())
     assert max(map(len, told.splitlines())) <= 80
     rows = json.loads(shown("join", file, "--dry-run", place / "recipe.yaml", "--json"))["releases"]

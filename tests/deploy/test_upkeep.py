@@ -168,8 +168,8 @@ def test_a_rotated_and_a_revoked_key_are_told_apart_from_a_new_site(kits: Path) 
 @pytest.mark.parametrize(
     ("unit", "command", "capability"),
     [
-        ("sites/hill/polyclinic-site.service", "join site.yaml", ""),
-        ("server/polyclinic-server.service", "serve server.yaml recipes --out runs", "CAP_NET_BIND_SERVICE"),
+        ("sites/hill/polyclinic-site.service", "", ""),
+        ("server/polyclinic-server.service", " recipes --out runs", "CAP_NET_BIND_SERVICE"),
     ],
 )
 def test_a_service_starts_again_for_ever_and_may_do_nothing_else(
@@ -182,6 +182,6 @@ def test_a_service_starts_again_for_ever_and_may_do_nothing_else(
     service = found["Service"]
     assert found["Unit"]["StartLimitIntervalSec"] == "0"
     assert (service["Restart"], service["LimitNOFILE"]) == ("always", "65536")
-    assert service["ExecStart"].endswith(f"/.venv/bin/polyclinic {command}")
+    assert service["ExecStart"] == f"/bin/sh {service['WorkingDirectory']}/start.sh{command}", "which checks the kit"
     assert (service["AmbientCapabilities"], service["CapabilityBoundingSet"]) == (capability, capability)
     assert service["NoNewPrivileges"] == "true"

@@ -7,6 +7,7 @@ import csv
 import hashlib
 import io
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -153,7 +154,12 @@ def test_start_installs_what_the_kit_names_and_nothing_else(tmp_path: Path) -> N
     (index / "polyclinic-9.9-py3-none-any.whl").write_bytes(a_wheel("polyclinic", "9.9", "1/0\n"))
     ours = Wheel(
         f"polyclinic-{__version__}-py3-none-any.whl",
-        a_wheel("polyclinic", __version__, "import helper\ndef main(): print(helper.word)\n", "helper"),
+        a_wheel(
+            "polyclinic",
+            __version__,
+            "import helper\ndef main(): print(helper.word)\nif __name__ == '__main__': main()\n",
+            "helper",
+        ),
     )
     digest = hashlib.sha256(honest).hexdigest()
     provision_federation(NORTH, tmp_path / "kits", Software(ours, f"helper==1.0 --hash=sha256:{digest}\n"))
@@ -166,13 +172,27 @@ def test_start_installs_what_the_kit_names_and_nothing_else(tmp_path: Path) -> N
         )
 
     helper.write_bytes(a_wheel("helper", "1.0", "word = 'hostile'\n"))
-    refused = start("--install")
+    refused = start("--install", "--keep")
     assert refused.returncode != 0
     assert "DO NOT MATCH THE HASHES" in refused.stderr
     assert not list(folder.glob(".venv/lib/python*/site-packages/helper.py"))
     helper.write_bytes(honest)
-    installed = start("--install")
+    assert "--install --keep" in start().stderr, "what was begun and not ended is not started"
+    installed = start("--install", "--keep")
     assert installed.returncode == 0, installed.stderr
     joined = start()
     assert joined.stdout == "honest\n", joined.stderr
     assert start("key").stdout == "honest\n"
+    shutil.copytree(folder, tmp_path / "another hospital", symlinks=True)
+    folder = tmp_path / "another hospital"
+    refused = start()
+    assert refused.returncode == 1, "a .venv that was made elsewhere"
+    assert ".venv was not made here" in refused.stderr
+    again = start("--install", "--keep")
+    assert "removing the folder .venv" in again.stdout
+    (folder / "json").mkdir()
+    planted = folder / "json" / "__init__.py"
+    planted.write_text("1/0\n")
+    assert "not of the signed kit, or links: json;" in start().stderr
+    shutil.rmtree(folder / "json")
+    assert start().stdout == "honest\n"

@@ -1,9 +1,10 @@
 """Limits on the connections to the server, so that nobody without a key uses up its memory, time or descriptors.
 
 A connection counts as unsigned until a request of it carries the valid signature of a registered site. An unsigned one
-has seconds to live, and when there are too many of them, in all or from one address, the oldest is closed to make room
-for the new one. So sites that share an address with an attacker are not locked out, and connections of sites are never
-closed in favour of strangers' ones.
+has seconds to live, and when there are too many of them, one is closed to make room for the new one: if one address has
+too many, its oldest; else the oldest of the address that has most, and only at last of one from which sites have signed
+before. So sites that share an address with an attacker are not locked out, connections of sites are never closed in
+favour of strangers' ones, and strangers with few addresses keep no new connection of others out.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import resource
 import socket
 import ssl
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,6 +27,8 @@ IDLE_SECONDS = 75.0
 """How long a site's connection may be without a request, or in the middle of a request's head."""
 SITE_CONNECTIONS = 4
 """Of one site; it needs two or three."""
+SITE_ADDRESSES = 4
+"""How many addresses are remembered of a site, from which it has signed."""
 SPARE_DESCRIPTORS = 128
 """Never used for connections: for the files of the run."""
 MAX_DESCRIPTORS = 1 << 16
@@ -79,6 +83,8 @@ class ConnectionLimits:
         self.most_per_address = max(4, self.most_unsigned // 2)
         self.refused = refused
         self.connections: set[Connection] = set()
+        self.addresses: dict[SiteId, list[str]] = {}
+        """From where each site has signed, the last address at the end."""
 
     async def accept_forever(
         self,
@@ -105,7 +111,7 @@ class ConnectionLimits:
                         return
                     if error.errno in EXHAUSTED:
                         self.refused("", "connections that this machine has no descriptor for")
-                        self._close_oldest(self._unsigned())
+                        self._make_room()
                     await asyncio.sleep(0.2)
                     continue
                 connection = self._admit(raw, str(address[0]))
@@ -122,6 +128,8 @@ class ConnectionLimits:
         """A request of this connection carries the site's valid signature. The site's oldest idle one may give way."""
         if connection.site != site:
             connection.site = site
+            former = [address for address in self.addresses.get(site, []) if address != connection.address]
+            self.addresses[site] = [*former, connection.address][-SITE_ADDRESSES:]
             own = [other for other in self.connections if other.site == site]
             if len(own) > SITE_CONNECTIONS:
                 self._close_oldest([other for other in own if other is not connection and not other.requests] or own)
@@ -134,17 +142,32 @@ class ConnectionLimits:
         return [one for one in self.connections if not one.site and address in ("", one.address)]
 
     def _admit(self, raw: socket.socket, address: str) -> Connection:
-        """Note a new connection. If there are too many unsigned ones, the oldest is closed."""
+        """Note a new connection. If there are too many unsigned ones, another is closed."""
         connection = Connection(raw, _network(address))
         alike = self._unsigned(connection.address)
         if len(alike) >= self.most_per_address:
             self.refuse(connection, "too many connections without a signed request")
             self._close_oldest(alike)
-        elif len(unsigned := self._unsigned()) >= self.most_unsigned:
+        elif len(self._unsigned()) >= self.most_unsigned:
             self.refuse(connection, "too many connections without a signed request from all addresses, at last")
-            self._close_oldest(unsigned)
+            self._make_room()
         self.connections.add(connection)
         return connection
+
+    def _make_room(self) -> None:
+        """Close the oldest unsigned connection of the address that has most of them.
+
+        An address from which sites have signed comes last, as long as it has no more than these sites need.
+        """
+        unsigned = self._unsigned()
+        counts = Counter(one.address for one in unsigned)
+        sites = Counter(address for known in self.addresses.values() for address in known)
+
+        def rank(address: str) -> tuple[bool, int]:
+            return counts[address] > SITE_CONNECTIONS * sites[address], counts[address]
+
+        most = max(map(rank, counts), default=None)
+        self._close_oldest([one for one in unsigned if rank(one.address) == most])
 
     def refuse(self, connection: Connection, why: str) -> None:
         """Count a refusal of this connection."""

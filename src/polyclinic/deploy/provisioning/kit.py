@@ -24,11 +24,11 @@ SECRET, PLAIN, PROGRAM = 0o600, 0o644, 0o755
 LEAST_SITES = 3
 """Of a cohort, as a kit's policy asks; a federation of fewer sites has fewer."""
 START_SITE = """case "${1:-}" in
-    "" | -*) exec .venv/bin/polyclinic join site.yaml "$@" ;;
+    "" | -*) exec .venv/bin/python -I -m polyclinic join site.yaml "$@" ;;
 esac
 name=$1
 shift
-exec .venv/bin/polyclinic site "$name" site.yaml "$@\""""
+exec .venv/bin/python -I -m polyclinic site "$name" site.yaml "$@\""""
 WITH_HASHES = "Every package has a SHA-256 in `requirements.txt`, and pip installs nothing else."
 WITHOUT_HASHES = (
     "This kit has **no hashes** of the other packages: whoever controls the index can change them. Ask the "
@@ -68,10 +68,14 @@ def build_site_kit(
         "place": f"/opt/polyclinic/{folder}",
         "purpose": "joins the federation",
         "key": "site.key",
-        "other_commands": "NAME ARGUMENTS …    `polyclinic site NAME site.yaml …`, such as key, approve or log",
+        "settings": "site.yaml",
+        "own_folders": "state recipes wheels",
+        "own_files": "site.yaml site.key site.key.former request.json",
+        "made": "state recipes site.key site.key.former request.json",
+        "other_commands": "NAME WORDS …      polyclinic site NAME site.yaml WORDS …: key, approve, log",
         "start": START_SITE,
         "container_command": '["join", "site.yaml"]',
-        "service_command": "join site.yaml",
+        "service_command": "",
         "service_folders": "state",
         "capability": "",
     }
@@ -103,10 +107,14 @@ def build_server_kit(
         "place": "/opt/polyclinic/server",
         "purpose": "serves the federation",
         "key": "server.key",
-        "other_commands": "RECIPE --out FOLDER    plays a recipe between the sites (`polyclinic serve`)",
-        "start": 'exec .venv/bin/polyclinic serve server.yaml "$@"',
+        "settings": "server.yaml",
+        "own_folders": "state recipes runs wheels sites",
+        "own_files": "server.yaml server.key",
+        "made": "state recipes runs",
+        "other_commands": "RECIPE --out FOLDER   runs a recipe between the sites (polyclinic serve)",
+        "start": 'exec .venv/bin/python -I -m polyclinic serve server.yaml "$@"',
         "container_command": '["serve", "server.yaml", "recipes", "--out", "runs"]',
-        "service_command": "serve server.yaml recipes --out runs",
+        "service_command": " recipes --out runs",
         "service_folders": "state recipes",
         "capability": "CAP_NET_BIND_SERVICE",
     }

@@ -6,7 +6,8 @@ Both can be checked without anything of ours, before anything is installed:
     openssl dgst -sha384 -verify ca.pub -signature MANIFEST.sig MANIFEST
     sha256sum --check MANIFEST
 
-Keys and the file of settings, which people edit, are not listed. `DELIVERED` has the settings' hash as they were made.
+Keys and the file of settings, which people edit, are not listed; `DELIVERED` is a copy of the settings as they were
+made. `start.sh` refuses names that are neither listed nor its own.
 """
 
 import hashlib
@@ -30,7 +31,7 @@ AGAIN = "copy the whole kit again, or ask the coordinator for it"
 
 def sign_kit(files: Mapping[str, bytes], key: PrivateKey) -> dict[str, bytes]:
     """Return MANIFEST, MANIFEST.sig and DELIVERED for the files of a kit. `key`: the authority's private key."""
-    delivered = _list_hashes({name: files[name] for name in EDITED if name in files})
+    delivered = b"".join(files[name] for name in EDITED if name in files)
     listed = {name: data for name, data in files.items() if name not in UNLISTED} | {DELIVERED: delivered}
     manifest = _list_hashes(listed)
     return {DELIVERED: delivered, MANIFEST: manifest, SIGNATURE: key.sign(manifest, ec.ECDSA(SHA384()))}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from polyclinic.core import EngineError, Refused
+from polyclinic.core import EngineError, RecipeError, Refused, StoreError
 from polyclinic.deploy.provisioning.certificates import (
     Certificate,
     encode_public_openssh,
@@ -19,9 +19,10 @@ from polyclinic.deploy.provisioning.certificates import (
     read_certificate,
     read_private_key,
 )
-from polyclinic.deploy.provisioning.manifest import MANIFEST, check_kit
+from polyclinic.deploy.provisioning.manifest import DELIVERED, MANIFEST, check_kit
 from polyclinic.deploy.provisioning.peer_list import PEERS, PeerList, verify_peers
 from polyclinic.deploy.site.config import SiteConfig
+from polyclinic.deploy.site.policy import list_looser_keys
 from polyclinic.storage.files import write_json
 from polyclinic.storage.signatures import PeerKeys, SiteSigner
 
@@ -82,7 +83,10 @@ class SitePeers:
 
 
 def check_own_kit(config: SiteConfig) -> Iterator[str]:
-    """Raise `EngineError` if the kit's files are not as its authority signed them; yield what nobody checks."""
+    """Raise `EngineError` if the kit's files are not as its authority signed them.
+
+    Yields a sentence on each thing that nobody checks, and on what site.yaml allows beyond the kit.
+    """
     if config.allow.least_sites == 1:
         yield "allow.least_sites in site.yaml is 1, so that a server may train with this site alone"
     if config.ca is None or not config.ca.exists():
@@ -91,6 +95,10 @@ def check_own_kit(config: SiteConfig) -> Iterator[str]:
         yield f"there is no {MANIFEST} beside {config.ca}, so that the kit's signature was not checked"
         return
     check_kit(config.ca.parent, config.ca)
+    with suppress(RecipeError, StoreError):  # a kit that was made before it held its settings
+        made = SiteConfig.load(config.ca.with_name(DELIVERED))
+        if looser := list_looser_keys(config.allow, config.budget, made.allow, made.budget):
+            yield f"site.yaml allows more than when the coordinator made it ({DELIVERED}): {', '.join(looser)}"
 
 
 def load_peers(config: SiteConfig, report: Callable[[str], None] = lambda _: None) -> SitePeers | None:

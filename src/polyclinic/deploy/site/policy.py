@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 import yaml
@@ -35,6 +35,8 @@ LEAST_IMAGES = 64
 """Behind an update of one image stands a picture of it. 64 are two of the default batches, and fewer than nearly every
 hospital has; one with fewer decides by itself whether they are enough."""
 APPROVED = "approved.yaml"
+UNITS: tuple[Unit, ...] = get_args(Unit)
+"""What a budget counts by, from the weakest to the strongest."""
 RELEASED_PARTS: tuple[Part, ...] = ("test",)
 """The parts whose predictions may leave; those of training and validation images never do."""
 
@@ -94,6 +96,24 @@ class Budget(BaseModel):
     delta: float = Field(1e-5, gt=0, lt=1)
     predictions: bool = False
     """Whether predictions, which no plan protects, may leave all the same, if `allow.kinds` names them."""
+
+
+def list_looser_keys(allow: Allow, budget: Budget | None, than: Allow, bound: Budget | None) -> tuple[str, ...]:
+    """Name the keys of `allow` and `budget` that let more leave than those of another policy, `than` and `bound`."""
+    found = [f"allow.{name}" for name, value in allow if _lets_more(name, value, getattr(than, name))]
+    if bound is not None and budget is None:
+        found.append("budget")
+    elif bound is not None and budget is not None:
+        found += [f"budget.{name}" for name, value in budget if _lets_more(name, value, getattr(bound, name))]
+    return tuple(found)
+
+
+def _lets_more(name: str, value: Any, other: Any) -> bool:
+    if name == "unit":
+        return UNITS.index(value) < UNITS.index(other)
+    if isinstance(value, str | tuple):
+        return other != "all" and (value == "all" or not {*value} <= {*other})
+    return bool(value < other if name.startswith("least_") else value > other)
 
 
 class Approval(BaseModel):
