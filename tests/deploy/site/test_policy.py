@@ -289,7 +289,7 @@ def test_a_server_that_goes_back_from_other_weights_runs_out_of_budget(home: Pat
     assert replies[3]["why"] == "privacy: round 2 would cost hill more than the recipe promises" or (
         replies[3]["why"] == "budget: the privacy budget of hill cannot pay round 2"
     )
-    assert len(desk.releases.read_entries()) == 3
+    assert ["model" in row["kinds"] for row in desk.releases.read_entries()] == [True, True, True, False, False]
 
 
 def test_a_round_is_charged_before_it_is_played(home: Path) -> None:
@@ -305,7 +305,7 @@ def test_a_round_is_charged_before_it_is_played(home: Path) -> None:
     (desk.config.folder / "runs" / made.run_id() / "memory").write_text("in the way of the site's memory")
     assert said(desk.answer_message(messages.encode(order.fields, order.tensors)))["failure"] == "error"
     assert len(Ledger(home / "hill" / "charged" / "ledger.jsonl").read()) == 1
-    assert desk.releases.read_entries() == []
+    assert [list(row["kinds"]) for row in desk.releases.read_entries()] == [["failure"]]
 
 
 def test_a_ledger_that_lost_rows_ends_all_private_work(home: Path) -> None:
@@ -327,7 +327,7 @@ PLANS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"noise": 2.0, "metrics": "count"}, {"metrics_noise": None}, "noise on metrics"),
     ({"noise": 2.0}, {"metrics_noise": 1.0}, "noise on metrics"),
     ({"epsilon": 3.0, "metrics": "count"}, {"metrics_noise": 0.01}, "too little for what the recipe promises"),
-    ({"noise": 2.0}, {"noise": -1.0}, "should be a number, 0 or more"),
+    ({"noise": 2.0}, {"noise": -1.0}, "should be a number from 0 to 1e+06"),
     ({"noise": 2.0}, {"holders": 0}, "holders is 0"),
 ]
 
