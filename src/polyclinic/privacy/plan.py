@@ -426,10 +426,11 @@ def _share_epsilon(draft: PrivacyPlan, target: float) -> PrivacyPlan:
 
 def _metrics_noise(plan: PrivacyPlan) -> float:
     """Return the noise on metrics. Validation images are not training images, so they have the same ε of their own."""
+    least, target = SMALLEST_NOISE, plan.config.epsilon or plan.epsilon
     if plan.config.epsilon is None:
-        least, target = least_metrics_noise(plan, len(plan.site_sizes)), plan.epsilon
-    else:
-        least, target = SMALLEST_NOISE, plan.config.epsilon
+        least = least_metrics_noise(plan, len(plan.site_sizes))
+        if replace(plan, metrics_noise=least).epsilon <= target:
+            return least
 
     def spent(noise: float) -> float:
         noised = replace(plan, metrics_noise=noise)
