@@ -244,6 +244,19 @@ def test_a_site_finds_its_own_images_in_every_form(kind: str, home: Path, tmp_pa
     assert sum(ours) == pytest.approx(sum(theirs))
 
 
+@pytest.mark.parametrize("kind", ["table of all sites", "npz", "folder"])
+def test_a_run_has_the_classes_that_a_site_enrolled_with_in_every_form(kind: str, home: Path, tmp_path: Path) -> None:
+    data = written(tmp_path, kind, home)
+    desk = ApprovingHandler(config(home, "hill", f"classes of {kind}", data={"pictures": data.pop("registered")}))
+    found = Recipe.from_values({**BASE, "data": data})
+    card = said(desk.answer_message(asked("enrol", "hill", found)))["card"]
+    shape = {"run": "r", "channels": 1, "size": 8, "sites": list(SITES), "plan": None}
+    for classes in ([*card["classes"], "normal"], card["classes"][::-1]):
+        begin = asked("begin", "hill", found, {**shape, "classes": classes})
+        assert "other classes than this run" in refusal(said(desk.answer_message(begin)))
+    assert said(desk.answer_message(asked("begin", "hill", found, {**shape, "classes": card["classes"]})))["ready"]
+
+
 WRONG_DATA: dict[str, tuple[dict[str, Any], str, str]] = {
     "a path": ({"data__path": "/etc/passwd"}, "hill has no data called '/etc/passwd'", "/etc/passwd"),
     "way out": ({"data__path": "../hill/clinic.csv"}, "no data called", "site.yaml"),
