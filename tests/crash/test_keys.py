@@ -13,6 +13,8 @@ import pytest
 from polyclinic import Recipe
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.keys import CHAIN, RUN
+from polyclinic.deploy.site.message_handler import SiteMessageHandler
+from polyclinic.deploy.site.policy import read_approvals
 from polyclinic.storage import messages
 from tests.crash.runs import KILLED, RECIPES, Driver, summary
 from tests.deploy.example_sites import (
@@ -109,6 +111,19 @@ def beginning_again(home: Path) -> bytes:
     return beginning(other, "hill", {"run": first.run_id()})
 
 
+def test_killed_as_a_run_takes_its_approval(answer: Answer, home: Path, orders: list[bytes]) -> None:
+    """It is this run's, and no other's, from before anything of the run is kept."""
+    site = config(home, "hill", "approval")
+    assert answer(site, orders[:1], "approval-bound") == KILLED
+    strict = SiteMessageHandler(site)
+    (approval,) = read_approvals(site.folder)
+    assert (approval.run, approval.finished) == (messages.decode(orders[0]).fields["run"], "")
+    other = beginning(simulation(private(1.0), home), "hill", {"run": "other"})
+    assert "is in use by its run" in said(strict.answer_message(other))["why"]
+    assert said(strict.answer_message(orders[0]))["ready"]
+    assert read_approvals(site.folder) == [approval]
+
+
 @pytest.mark.parametrize("point", ["site-received", "site-trained"])
 def test_killed_in_a_round_the_noise_is_the_same(answer: Answer, home: Path, orders: list[bytes], point: str) -> None:
     site = config(home, "hill", point)
@@ -134,11 +149,11 @@ def test_killed_as_a_run_ends(answer: Answer, home: Path, orders: list[bytes]) -
     assert key_of(site) != key, "the same run again is a run of its own"
 
 
-@pytest.mark.parametrize("point", ["site-trained", "order-recorded"])
-def test_a_kill_makes_no_site_forget_what_it_answered(
+@pytest.mark.parametrize("point", ["order-recorded", "site-received", "site-trained"])
+def test_a_kill_makes_no_site_forget_what_it_was_asked(
     answer: Answer, home: Path, orders: list[bytes], point: str
 ) -> None:
-    """Before an answer is recorded none has left; from then on its round has these contents."""
+    """Before an order is recorded no image is used for it; from then on its round has these contents."""
     site = config(home, "hill", f"order {point}")
     assert answer(site, orders[:2]) == 0
     assert answer(site, orders[2:3], point) == KILLED
@@ -146,9 +161,8 @@ def test_a_kill_makes_no_site_forget_what_it_answered(
     message = messages.decode(orders[2])
     moved = {kind: {name: tensor * 1.01 for name, tensor in group.items()} for kind, group in message.tensors.items()}
     reply = said(ApprovingHandler(site).answer_message(messages.encode(message.fields, moved)))
-    assert ("was answered before" in reply.get("why", "")) == (point == "order-recorded")
-    if point == "order-recorded":
-        assert "failure" not in said(ApprovingHandler(site).answer_message(orders[2]))
+    assert "was answered before, and comes again with other contents" in reply["why"]
+    assert "failure" not in said(ApprovingHandler(site).answer_message(orders[2]))
 
 
 def test_an_unfinished_key_of_a_kill_is_erased(home: Path, orders: list[bytes]) -> None:

@@ -24,7 +24,7 @@ from tests.crash.runs import KILLED, RECIPES, Driver, assert_same_end, ledger_ro
 
 Whole = Callable[[str], Path]
 PER_SITE = {"site-received", "site-evaluated", "site-trained", "memory-half-written", "memory-saved", "reply-accepted"}
-OF_KEYS = {"key-overwritten", "run-key-written", "chain-key-moved", "run-begun", "order-recorded"}
+OF_KEYS = {"key-overwritten", "run-key-written", "chain-key-moved", "approval-bound", "run-begun", "order-recorded"}
 """Points of private runs and real sites: `test_keys.py` is about them."""
 POINTS = [point for point in failpoints.FAILPOINTS if point not in {*OF_KEYS, *OF_SITES, *OF_SERVERS}]
 SNAPSHOT = {point for point in failpoints.FAILPOINTS if point.startswith("snapshot")}

@@ -23,9 +23,9 @@ from polyclinic.deploy.config import FederationConfig, ServerSection
 from polyclinic.deploy.provisioning.provision import provision_federation
 from polyclinic.deploy.site import participation
 from polyclinic.deploy.site.config import SiteConfig
-from polyclinic.deploy.site.message_handler import SiteMessageHandler
+from polyclinic.deploy.site.message_handler import MOST_RUNS, SiteMessageHandler
 from polyclinic.deploy.site.orders import OrderBook, allow_round
-from polyclinic.deploy.site.policy import RELEASED_PARTS
+from polyclinic.deploy.site.policy import RELEASED_PARTS, read_approvals, write_approvals
 from polyclinic.deploy.site.scores import HomeEvaluation, score_at_home
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.storage import messages
@@ -197,6 +197,7 @@ ATTACKS: dict[str, tuple[str, Any]] = {
     "evaluation before the end": ("asks for the evaluation, which follows", lambda s, w: s.order("evaluate", 3, w)),
     "evaluation at the end of nothing": ("leaves out round 3", lambda s, w: s.order("evaluate", 6, w)),
     "a run of others": ("list of sites lacks hill", lambda s, w: s.begin(run="others", sites=["a", "b", "c"])),
+    "a run of nobody": ("0 sites are named", lambda s, w: s.begin(run="nobody", sites=[])),
     "the site thrice": ("names a site twice", lambda s, w: s.begin(run="thrice", sites=["hill"] * 3)),
     "another recipe": ("nobody at hill has approved", lambda s, w: s.enrol(Recipe.from_values(ONE_IMAGE))),
     "one digit changed": ("nobody at hill has approved", lambda s, w: s.enrol(with_digit())),
@@ -209,6 +210,7 @@ def fresh(server: EvilServer) -> EvilServer:
     """The same server with another run."""
     other = EvilServer(server.desk, server.told, server.recipe, "run-2", server.heard)
     assert other.begin()["ready"]
+    approve(server.desk.config.folder, server.recipe)
     return other
 
 
@@ -222,6 +224,7 @@ def test_every_attack_is_refused_by_name_and_tells_nothing(kits: Path, scans: li
     for number, table in enumerate(scans):
         server, found = attack(kits, tmp_path / str(number), table), dict[str, bytes]()
         assert server.begin()["ready"]
+        approve(server.desk.config.folder, server.recipe)  # so that it is not for want of one that runs are refused
         weights = play_honestly(server, 2)
         left = len(server.desk.releases.read_entries())
         for name, (words, ask) in ATTACKS.items():
@@ -393,14 +396,115 @@ def test_an_approval_is_for_one_run_to_its_end(kits: Path, scans: list[Path], tm
     assert server.begin()["ready"], "a server that was started again goes on"
     server.say(messages.encode({"purpose": "end", "run": server.run, "site": "hill"}, {}))
     for run in ("run-1", "run-2"):
-        assert "this recipe ran to its end at hill on 20" in server.begin(run=run)["why"]
+        assert "approved at hill for one run, and ran to its end on 20" in server.begin(run=run)["why"]
     approve(server.desk.config.folder, server.recipe)
     assert server.begin()["ready"]
+
+
+def test_of_several_runs_one_has_the_approval_whatever_is_asked_first(
+    kits: Path, scans: list[Path], tmp_path: Path
+) -> None:
+    """Else a server would begin many, and have an evaluation of each."""
+    server = attack(kits, tmp_path, scans[0], kinds=("model", "buffers", "metrics", "predictions"))
+    folder = server.desk.config.folder
+    begun = [server.begin(run=f"run-{number}") for number in range(4)]
+    assert ["failure" in reply for reply in begun] == [False, True, True, True]
+    assert "for one run, and is in use by its run run-0; if another shall run" in begun[1]["why"]
+    approve(folder, server.recipe)
+    approve(folder, server.recipe)
+    assert ["failure" in server.begin(run=run) for run in ("run-2", "run-3", "run-0")] == [False, True, False]
+    left = {approval.run: approval.finished for approval in read_approvals(folder)}
+    assert left == {"run-0": "", "run-2": ""}, "two approvals, of one run each"
+    server.run = "run-0"
+    assert "failure" not in server.order("train", 1, server.first_weights())
+    write_approvals(folder, [approval for approval in read_approvals(folder) if approval.run == "run-2"])
+    for purpose in ("train", "evaluate", "keys", "unmask"):
+        assert "no approval at hill is for the run run-0" in server.order(purpose, 2, server.first_weights())["why"]
+    server.say(messages.encode({"purpose": "end", "run": "run-2", "site": "hill"}, {}))
+    assert "ran to its end on" in server.begin(run="run-2")["why"], "that it was never evaluated makes no difference"
+
+
+def test_the_oldest_of_many_runs_gives_up_its_approval_with_its_data(
+    kits: Path, scans: list[Path], tmp_path: Path
+) -> None:
+    server = attack(kits, tmp_path, scans[0], runs_per_day=99)
+    for number in range(MOST_RUNS + 1):
+        assert "failure" not in server.begin(run=f"run-{number}")
+        approve(server.desk.config.folder, server.recipe)
+    ended = [approval.run for approval in read_approvals(server.desk.config.folder) if approval.finished]
+    assert len(ended) == 1
+    assert len(list((tmp_path / "runs").iterdir())) == MOST_RUNS
+
+
+NO_CLASSES = {**HONEST, "data": {key: value for key, value in HONEST["data"].items() if key != "classes"}}
+TWO = ["benign", "malignant"]
+CHOSEN_CLASSES = {
+    "1,022 more": [*TWO, *(f"x{number}" for number in range(1022))],
+    "one more": [*TWO, "normal"],
+    "another order": TWO[::-1],
+    "one fewer": ["benign"],
+    "another name": ["benign", "cancer"],
+    "none": [],
+}
+
+
+def test_the_server_does_not_choose_the_classes(kits: Path, scans: list[Path], tmp_path: Path) -> None:
+    """Of every test image as many thousandths leave as there are classes, less one. The server's own would be more."""
+    for given in (HONEST, NO_CLASSES):
+        server = attack(kits, tmp_path / str(given is HONEST), scans[0], Recipe.from_values(given))
+        for name, classes in CHOSEN_CLASSES.items():
+            assert "other classes than this run" in server.begin(classes=classes)["why"], name
+        assert server.begin(classes=TWO)["ready"]
+        assert server.images().classes == ("benign", "malignant")
+
+
+def test_an_order_that_failed_counts_and_comes_again_as_it_was(kits: Path, scans: list[Path], tmp_path: Path) -> None:
+    """Else a server could ask forty orders of its making in one round, and read what each refusal tells."""
+    found = Recipe.from_values({**HONEST, "algorithm": "scaffold"})
+    server = attack(kits, tmp_path, scans[0], found, algorithms="all", kinds=tuple(EVERYTHING["kinds"]), retries=3)
+    assert server.begin()["ready"]
+    first, memory = server.first_weights(), tmp_path / "runs" / server.run / "memory"
+    memory.write_text("in the way of the site's memory, so that no round ends")
+    asked_for = [first, *[changed(first, model={"head.bias": torch.full((2,), 1e-6 * n)}) for n in range(1, 40)]]
+    told = [server.order("train", 1, weights) for weights in asked_for]
+    assert told[0]["failure"] == "error"
+    assert all("comes again with other contents" in reply["why"] for reply in told[1:])
+    again = [server.order("train", 1, first)["why"] for _ in range(9)]
+    assert sum("would be answer 9 of a run that has 8" in why for why in again) == 2, "7 of 9 tries were left"
+    rows = [row for row in server.desk.releases.read_entries() if row["purpose"] == "train"]
+    assert [list(row["kinds"]) for row in rows] == [["failure"]] * 4
+    assert [row.get("times", 1) for row in rows] == [1, 2, 4, 8]
+    assert rows[0]["bytes"] == len(server.heard[-49]) == rows[0]["kinds"]["failure"]
+
+
+def test_an_evaluation_that_failed_comes_again_as_it_was_and_no_more_than_retries(
+    kits: Path, scans: list[Path], tmp_path: Path
+) -> None:
+    server = attack(kits, tmp_path, scans[0], retries=3)
+    assert server.begin()["ready"]
+    weights, place = play_honestly(server, 5), tmp_path / "scores"
+    place.write_text("in the way of the scores, so that no evaluation ends")
+    assert server.order("evaluate", 6, weights)["failure"] == "error"
+    assert "asks for a second evaluation" in server.order("evaluate", 6, broken(weights, 1.0))["why"]
+    (approval,) = read_approvals(tmp_path)
+    assert approval.finished, "no other run may follow, either"
+    assert server.order("evaluate", 6, weights)["failure"] == "error"
+    place.unlink()
+    server.desk = SiteMessageHandler(server.desk.config, server.told.append)
+    assert "scores" in server.order("evaluate", 6, weights)
+    assert "scores" in server.order("evaluate", 6, weights), "the same bytes, which cost no try"
+    place.rename(tmp_path / "kept")
+    place.write_text("in the way again")
+    (tmp_path / "runs" / server.run / "last-evaluate").unlink()
+    told = [server.order("evaluate", 6, weights) for _ in range(3)]
+    assert [reply["failure"] for reply in told] == ["error", "refused", "refused"]
+    assert "would be try 5 of the evaluation" in told[-1]["why"]
 
 
 def test_runs_are_counted_by_the_day_whatever_is_ended_between(kits: Path, scans: list[Path], tmp_path: Path) -> None:
     server = attack(kits, tmp_path, scans[0])
     for number in range(6):
+        approve(server.desk.config.folder, server.recipe)
         server.run = f"run-{number // 2}" if number < 4 else f"run-{number}"
         reply = server.begin()
         server.desk.answer_message(messages.encode({"purpose": "end", "run": server.run, "site": "hill"}, {}))

@@ -221,7 +221,10 @@ def test_other_labels_at_one_site_are_logged_there_and_exclude_it(place: Path, t
     why = "it has classes Malign, benign, harbour has benign, malignant"
     with pytest.raises(RoundFailed, match=rf"2 of 3 sites enrolled, 3 are needed \(lake: refused: {why}"):
         run_deployed(recipe(rounds=1), there, SITES, tmp_path / "run")
-    assert re.match("failed, .* images have a label that is none of the task's classes .*row", heard[-1])
+    told = (
+        "refused, .* other classes than this run .*have the classes Malign, benign, the run benign, malignant; correct"
+    )
+    assert re.match(told, heard[-1])
     smaller = run_deployed(recipe(rounds=1, quorum=2), there, SITES, tmp_path / "smaller").summary
     assert smaller.absent["lake"].startswith(f"refused: {why}")
     assert not list((place / "lake" / "wrong lake" / "runs").glob("*"))

@@ -31,7 +31,15 @@ from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import build_model
 from polyclinic.models.modifications import replace_batch_norm
 from polyclinic.privacy.accounting import Spend, epsilon
-from polyclinic.privacy.plan import PrivacyConfig, PrivacyPlan, SiteSize, Steps, make_plan, round_up
+from polyclinic.privacy.plan import (
+    PrivacyConfig,
+    PrivacyPlan,
+    SiteSize,
+    Steps,
+    least_metrics_noise,
+    make_plan,
+    round_up,
+)
 from polyclinic.runs.experiment import Experiment
 from polyclinic.storage.messages import Message
 from polyclinic.training.losses import predict_probabilities
@@ -428,3 +436,25 @@ def test_the_server_s_noise_is_another_where_other_sites_answered() -> None:
         assert guard.total_spends()["a"] == (Spend(1.0, times=attempts),), (
             "every attempt may have ended in another mean"
         )
+
+
+def test_every_site_can_compute_how_much_noise_its_metrics_need() -> None:
+    """Where the recipe names no ε: none needs more than the plan of all has, however many they are."""
+    for count in (3, 20):
+        sizes = {f"s{number:02}": 40 + 137 * number for number in range(count)}
+        wish = PrivacyConfig(noise=1.1, metrics="count", delta=1e-5)
+        whole = draft(wish, sites=sizes)
+        rates = {site: round_up(10 / images, 5 if count == 3 else 3) for site, images in sizes.items()}
+        plan = make_plan(replace(whole, jobs={site: (Steps(rate, 20),) for site, rate in rates.items()}))
+        alone = {
+            site: replace(
+                plan,
+                site_sizes={site: SiteSize(images)},
+                jobs={site: (Steps(round_up(10 / images, 5), 20),)},
+                rounds=((site,),) * len(plan.rounds),
+            )
+            for site, images in sizes.items()
+        }
+        needs = [least_metrics_noise(own, count) for own in alone.values()]
+        assert plan.metrics_noise == pytest.approx(max(needs), rel=1e-3)
+        assert min(needs) < 0.9 * max(needs)

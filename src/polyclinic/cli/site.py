@@ -260,9 +260,10 @@ def _revoke_approval(folder: Path, start: str) -> None:
 
     known = read_approvals(folder)
     gone = [approval for approval in known if approval.digest.startswith(start.lower())]
-    if len(gone) != 1 or not start:
+    digests = {approval.digest for approval in gone}
+    if len(digests) != 1 or not start:
         raise typer.BadParameter(
-            f"{len(gone)} approved recipes begin with {start!r}; give more of the SHA-256 that is listed",
+            f"{len(digests)} approved recipes begin with {start!r}; give more of the SHA-256 that is listed",
             param_hint="--revoke",
         )
     write_approvals(folder, [approval for approval in known if approval not in gone])
@@ -273,9 +274,11 @@ def _print_approvals(folder: Path) -> None:
     from polyclinic.deploy.site.policy import read_approvals
 
     known = read_approvals(folder)
-    table = plain_table("recipe", "approved", "by", "ran to its end", Column("SHA-256", overflow="fold"))
+    table = plain_table("recipe", "approved", "by", "run", "state", Column("SHA-256", overflow="fold"))
     for approval in known:
-        cells = approval.name, approval.date, approval.by, approval.finished or "not yet", approval.digest
+        began = "under way" if approval.run else "waits for its run"
+        state = f"ended {approval.finished}" if approval.finished else began
+        cells = approval.name, approval.date, approval.by, approval.run or "–", state, approval.digest
         table.add_row(*map(Text, cells))
     out.print(table if known else Text("no recipe is approved, so none can run here"))
 

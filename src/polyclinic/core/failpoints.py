@@ -28,6 +28,7 @@ FAILPOINTS = (
     "model-written",
     "result-written",
     "key-overwritten",
+    "approval-bound",
     "run-key-written",
     "chain-key-moved",
     "run-begun",

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from polyclinic.core import Fit, Private, RecipeError, SiteId, Training
 from polyclinic.evaluation.summary import PUBLIC_SEED
-from polyclinic.privacy.accounting import Accountant, Neighbours, Spend, noise_for
+from polyclinic.privacy.accounting import SMALLEST_NOISE, Accountant, Neighbours, Spend, noise_for
 from polyclinic.privacy.sampling import rate_and_sums
 from polyclinic.privacy.worst_case import Composition, RunCost, add_up, run_cost, worst_epsilon
 
@@ -426,11 +426,33 @@ def _share_epsilon(draft: PrivacyPlan, target: float) -> PrivacyPlan:
 
 def _metrics_noise(plan: PrivacyPlan) -> float:
     """Return the noise on metrics. Validation images are not training images, so they have the same ε of their own."""
-    target = plan.config.epsilon if plan.config.epsilon is not None else plan.epsilon
+    least, target = SMALLEST_NOISE, plan.config.epsilon or plan.epsilon
+    if plan.config.epsilon is None:
+        least = least_metrics_noise(plan, len(plan.site_sizes))
+        if replace(plan, metrics_noise=least).epsilon <= target:
+            return least
 
     def spent(noise: float) -> float:
         noised = replace(plan, metrics_noise=noise)
         alone = noised.epsilon_of(noised.validation_spends(max(plan.rounds_by_site.values())))
         return max(alone, noised.worst_epsilon(plan.run_spends()))
 
-    return noise_for(spent, max(target, plan.epsilon))
+    return max(least, noise_for(spent, max(target, plan.epsilon)))
+
+
+def least_metrics_noise(plan: PrivacyPlan, sites: int) -> float:
+    """Return the noise on metrics with which no site's validation images pay more than its training images, if it took
+    part in every round. So every site can compute what it needs itself, where the recipe names no ε.
+
+    `plan`: of some of the sites, or of one alone; `sites`: how many all are, which decides how rates are rounded.
+    """
+    digits, rounds = 5 if sites <= FEW_SITES else 3, len(plan.rounds)
+    alone = replace(plan, earlier=())
+    training = {
+        tuple(replace(spend, rate=round_up(spend.rate, digits)).repeated(rounds) for spend in alone.round_spends(site))
+        for site in plan.site_sizes
+    }
+    target = min(alone.epsilon_of(spends) for spends in training)
+    return noise_for(
+        lambda noise: alone.epsilon_of(replace(alone, metrics_noise=noise).validation_spends(rounds)), target
+    )

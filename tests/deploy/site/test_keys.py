@@ -56,7 +56,7 @@ def test_a_copy_of_the_folder_after_the_end_does_not_reveal_the_noise(home: Path
     number = next(n for n, (to, _) in enumerate(crossing.sent) if to == "hill")
     order, reply = messages.decode(crossing.sent[number][1]), messages.decode(crossing.replies[number])
     terms = read_terms(messages.decode(beginning(made, "hill")).fields, "hill")
-    own = desk._load_images(terms.recipe, terms.classes)
+    own = desk._load_images(terms.recipe)
 
     def replies_with(key: bytes) -> str:
         part = Participation(site, terms, own, RamMemory(), lambda: int.from_bytes(key))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from polyclinic.core import PROTOCOL, __version__
+from polyclinic.deploy.cohort import FIELDS as SIGNATURES
 from polyclinic.deploy.site.message_handler import MOST_RUNS, SiteMessageHandler
+from polyclinic.federation.secure_aggregation.cohort import MASKS
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.runs.experiment import Experiment
 from polyclinic.storage import messages
@@ -95,7 +98,7 @@ BEGINNINGS: dict[str, list[Any]] = {
     "classes": [None, "benign", [1, 2], [], ["x" * 999]],
     "channels": [3, 0, "1", None],
     "size": [16, -8, None, 1 << 40],
-    "sites": [None, "hill", [1, 2], [""], ["harbour", "lake"], ["hill", "hill"]],
+    "sites": [None, "hill", [], [1, 2], [""], ["harbour", "lake"], ["hill", "hill"]],
     "plan": [5, {}, {"noise": 1.0, "metrics_noise": None, "holders": 1}],
     "run": ["", "..", "a/b", None],
     "site": ["lake", None],
@@ -114,6 +117,21 @@ def test_beginnings_with_wrong_values_are_refused(
         assert str(home) not in reply["why"]
     assert not list((home / "hill" / "beginnings" / "runs").glob("*"))
     assert not any("Traceback" in line for line in desk.site_log.read_lines())
+
+
+def test_the_page_says_of_every_field_of_a_message_what_bounds_it(
+    begun: tuple[SiteMessageHandler, bytes, Experiment],
+) -> None:
+    """So that none is added without a thought about what a server could choose by it."""
+    page = (Path(__file__).parents[3] / "docs" / "deploy.md").read_text(encoding="utf-8")
+    table = page.partition("**Fields.**")[2].partition("\n\n")[2].partition("\n\n")[0]
+    named = {name for row in table.splitlines() for name in re.findall("`([a-z_.]+)`", row.split("|")[1])}
+    plan = {"noise", "site_noise", "metrics_noise", "holders"}
+    sent = {*messages.decode(beginning(begun[2], "hill")).fields, *messages.decode(begun[1]).fields} - {
+        "schema",
+        "body",
+    }
+    assert named == {*sent, *(f"plan.{key}" for key in plan), MASKS, SIGNATURES, "peers"} - {"plan"}
 
 
 def test_the_protocol_decides_and_another_version_alone_does_not(home: Path) -> None:

@@ -244,6 +244,19 @@ def test_a_site_finds_its_own_images_in_every_form(kind: str, home: Path, tmp_pa
     assert sum(ours) == pytest.approx(sum(theirs))
 
 
+@pytest.mark.parametrize("kind", ["table of all sites", "npz", "folder"])
+def test_a_run_has_the_classes_that_a_site_enrolled_with_in_every_form(kind: str, home: Path, tmp_path: Path) -> None:
+    data = written(tmp_path, kind, home)
+    desk = ApprovingHandler(config(home, "hill", f"classes of {kind}", data={"pictures": data.pop("registered")}))
+    found = Recipe.from_values({**BASE, "data": data})
+    card = said(desk.answer_message(asked("enrol", "hill", found)))["card"]
+    shape = {"run": "r", "channels": 1, "size": 8, "sites": list(SITES), "plan": None}
+    for classes in ([*card["classes"], "normal"], card["classes"][::-1]):
+        begin = asked("begin", "hill", found, {**shape, "classes": classes})
+        assert "other classes than this run" in refusal(said(desk.answer_message(begin)))
+    assert said(desk.answer_message(asked("begin", "hill", found, {**shape, "classes": card["classes"]})))["ready"]
+
+
 WRONG_DATA: dict[str, tuple[dict[str, Any], str, str]] = {
     "a path": ({"data__path": "/etc/passwd"}, "hill has no data called '/etc/passwd'", "/etc/passwd"),
     "way out": ({"data__path": "../hill/clinic.csv"}, "no data called", "site.yaml"),
@@ -290,13 +303,16 @@ def test_missing_files_and_tables_are_reported_at_the_site_only(home: Path, tmp_
     assert "is from site 'mountain'" in others.site_log.read_lines()[-1]
 
 
-def test_classes_come_with_the_run_where_labels_would_name_others(home: Path) -> None:
+def test_classes_are_the_recipes_or_those_of_the_sites_own_labels(home: Path) -> None:
     made = simulation(recipe(), home)
     desk = ApprovingHandler(config(home, "hill", "classes"))
-    wider = beginning(made, "hill", {"classes": ["benign", "malignant", "normal"]})
+    for classes in (["benign", "malignant", "normal"], ["benign", "normal"], ["malignant", "benign"]):
+        begin = beginning(made, "hill", {"run": "other", "classes": classes})
+        assert "other classes than this run" in refusal(said(desk.answer_message(begin)))
+        assert f"the run {', '.join(classes)}" in desk.site_log.read_lines()[-1]
+    rare = ["benign", "malignant", "normal"]
+    wider = beginning(simulation(recipe(data__classes=rare), home), "hill", {"run": "rare", "classes": rare})
     assert said(desk.answer_message(wider)).get("ready"), "a class that this site happens not to have"
-    fewer = beginning(made, "hill", {"run": "other", "classes": ["benign", "normal"]})
-    assert "cannot be used" in refusal(said(desk.answer_message(fewer)))
     declared = recipe(data__classes=["malignant", "benign"])
     made = simulation(declared, home)
     swapped = beginning(made, "hill", {"run": "third", "classes": ["benign", "malignant"]})

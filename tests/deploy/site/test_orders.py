@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from polyclinic.cli.data import hash_command
 from polyclinic.cli.site import allow_round_command, approve_command
+from polyclinic.core import Bundle
 from polyclinic.core.errors import RecipeError, Refused, StoreError
 from polyclinic.deploy.serve import run_deployed
 from polyclinic.deploy.site.orders import (
@@ -31,10 +32,13 @@ from polyclinic.deploy.site.orders import (
     check_tensors,
     read_permit,
 )
-from polyclinic.deploy.site.policy import Allow, read_approvals, recipe_digest
+from polyclinic.deploy.site.policy import Allow, bind_approval, finish_run, read_approvals, recipe_digest
 from polyclinic.federation.engines import RemoteExecution
 from polyclinic.federation.rounds import draw_cohort
+from polyclinic.federation.secure_aggregation.cohort import MASKS, hash_kinds
 from polyclinic.runs.assemble import round_options
+from polyclinic.runs.experiment import Experiment
+from polyclinic.storage import messages
 from tests.deploy.example_sites import (
     CLUSTERS,
     EVERYTHING,
@@ -50,7 +54,9 @@ from tests.deploy.example_sites import (
     refusal,
     said,
     simulation,
+    write_hospitals,
 )
+from tests.deploy.masking import FIVE, masking_desks
 from tests.federation.mock_engine import MockEngine
 
 RULES = RunRules("hill", "r", rounds=5, most_replies=8, most_missed=2, may_end_early=False)
@@ -84,6 +90,8 @@ def test_an_honest_run_is_answered_and_its_order_is_all_that_is(tmp_path: Path) 
     assert answered(book, last(6)) == answered(book, last(6)) == ""
     assert "second evaluation" in answered(book, last(6, "other"))
     assert "was evaluated here" in answered(book, train(5)), "not even the same again"
+    assert [answered(OrderBook(tmp_path, RULES), last(6)) for _ in range(2)] == ["", ""]
+    assert "would be try 5 of the evaluation" in answered(book, last(6)), "as often as there are retries"
 
 
 def test_a_server_that_crashed_repeats_what_it_asked(tmp_path: Path) -> None:
@@ -201,6 +209,44 @@ def test_a_cluster_is_the_one_that_the_recipe_computes(home: Path) -> None:
     assert "hill is not in cluster 'low' in round 1" in refusal(said(desk.answer_message(outbox["hill"])))
 
 
+def test_a_masked_round_cannot_be_searched_by_crafted_orders(tmp_path: Path) -> None:
+    """Weights that make the update leave the grid are refused after training, which tells of the images: once a round,
+    not forty times."""
+    write_hospitals(tmp_path, FIVE)
+    masked = recipe(rounds=2, stages=[{"name": "mask"}], evaluate__every=0)
+    sites, made = masking_desks(tmp_path, "s", FIVE), simulation(masked, tmp_path)
+    for site in FIVE:
+        assert said(sites[site].answer_message(beginning(made, site)))["ready"]
+        sites[site].note_absence()
+    part = sites["fjord"]._open
+    assert part is not None
+    like, told = part.broadcast_templates[""], []
+    for scale in (600.0, 601.0, 602.0, 600.0):
+        weights = {
+            **like,
+            "model": {name: torch.full_like(tensor, scale) for name, tensor in like["model"].items()},
+        }
+        keys = {}
+        for site in FIVE:
+            wanted = {"received": hash_kinds(weights), "attempt": 0}
+            keys[site] = said(sites[site].answer_message(masked_order("keys", site, made, {}, wanted)))[MASKS]
+        order = masked_order("train", "fjord", made, weights, {"keys": keys, "sites": list(FIVE)})
+        told.append(refusal(said(sites["fjord"].answer_message(order))))
+    assert "comes again with other contents" not in told[0]
+    assert ["comes again with other contents" in why for why in told[1:]] == [True, True, False]
+    assert told[3] == told[0]
+    rows = [row for row in sites["fjord"].releases.read_entries() if row["purpose"] == "train"]
+    assert [(list(row["kinds"]), row.get("times", 1)) for row in rows] == [(["failure"], 1), (["failure"], 2)]
+
+
+def masked_order(purpose: str, site: str, made: Experiment, weights: Bundle, masks: dict[str, Any]) -> bytes:
+    """An order of round 2, whose weights no recipe determines."""
+    order = loop(made, Crossing({})).prepare_outbox("train", 2, {}, [site], [])
+    order.tensors = lambda _: weights
+    fields = {**messages.decode(order[site]).fields, "purpose": purpose, MASKS: masks}
+    return messages.encode({**fields, "memory_round": 0}, weights)
+
+
 SCHEDULES: dict[str, dict[str, Any]] = {
     "constant": {},
     "cosine": {"schedule": {"name": "cosine", "minimum": 0.01}},
@@ -296,7 +342,17 @@ def test_approving_shows_what_would_leave_asks_and_can_be_taken_back(site: Path,
     assert (approval.digest, approval.name, approval.by) == (digest, "law", "a. person")
     assert app(approve_command, site, path, "--yes").endswith("exit 0")
     assert read_approvals(folder) == [approval], "once"
-    assert "a. person" in app(approve_command, site)
+    listed = app(approve_command, site)
+    assert "a. person" in listed
+    assert "waits for its run" in " ".join(listed.split())
+    bind_approval(folder, approval, "run-7")
+    for count in (2, 2):
+        assert app(approve_command, site, path, "--yes").endswith("exit 0")
+        assert len(read_approvals(folder)) == count, "another for another run"
+    listed = " ".join(app(approve_command, site).split())
+    assert all(words in listed for words in ("run-7", "under way", "waits for its run"))
+    finish_run(folder, "run-7", "2026-01-02")
+    assert "ended 2026-01-02" in " ".join(app(approve_command, site).split())
     assert "0 approved recipes begin with 'zz'" in app(approve_command, site, "--revoke", "zz")
     assert "no longer approved" in app(approve_command, site, "--revoke", digest[:12])
     assert read_approvals(folder) == []

@@ -30,6 +30,7 @@ from polyclinic.deploy.site.release_log import ReleaseLog, RotatingLog
 from polyclinic.deploy.site.scores import read_kept_scores
 from polyclinic.federation.rounds import Rounds
 from polyclinic.privacy.accounting import Spend, epsilon
+from polyclinic.privacy.plan import least_metrics_noise
 from polyclinic.runs.experiment import Experiment
 from polyclinic.storage import messages
 from polyclinic.storage.ledger import Ledger
@@ -289,7 +290,7 @@ def test_a_server_that_goes_back_from_other_weights_runs_out_of_budget(home: Pat
     assert replies[3]["why"] == "privacy: round 2 would cost hill more than the recipe promises" or (
         replies[3]["why"] == "budget: the privacy budget of hill cannot pay round 2"
     )
-    assert len(desk.releases.read_entries()) == 3
+    assert ["model" in row["kinds"] for row in desk.releases.read_entries()] == [True, True, True, False, False]
 
 
 def test_a_round_is_charged_before_it_is_played(home: Path) -> None:
@@ -305,7 +306,7 @@ def test_a_round_is_charged_before_it_is_played(home: Path) -> None:
     (desk.config.folder / "runs" / made.run_id() / "memory").write_text("in the way of the site's memory")
     assert said(desk.answer_message(messages.encode(order.fields, order.tensors)))["failure"] == "error"
     assert len(Ledger(home / "hill" / "charged" / "ledger.jsonl").read()) == 1
-    assert desk.releases.read_entries() == []
+    assert [list(row["kinds"]) for row in desk.releases.read_entries()] == [["failure"]]
 
 
 def test_a_ledger_that_lost_rows_ends_all_private_work(home: Path) -> None:
@@ -321,13 +322,38 @@ def test_a_ledger_that_lost_rows_ends_all_private_work(home: Path) -> None:
     assert "lacks charges" in desk.site_log.read_lines()[-1]
 
 
+NEED = "and the validation images of hill need"
+LITTLE = "too little for what the recipe promises"
+COUNT: dict[str, Any] = {"metrics": "count"}
 PLANS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"noise": 2.0, **COUNT}, {"metrics_noise": 1e-9}, NEED),
+    ({"noise": 2.0, **COUNT}, {"metrics_noise": 0}, NEED),
+    ({"noise": 2.0, **COUNT}, {"metrics_noise": lambda honest: 0.99 * honest}, NEED),
+    ({"noise": 2.0, **COUNT}, {"metrics_noise": 1e300}, "should be a number from 0 to 1e+06"),
+    ({"noise": 2.0, **COUNT}, {"metrics_noise": "1"}, "should be a number from 0 to 1e+06"),
+    ({"noise": 2.0, **COUNT}, {"noise": 1.9}, "the recipe's noise is 2, but the plan's is 1.9"),
+    ({"noise": 0.0, **COUNT}, {"metrics_noise": 0.001}, NEED),
+    ({"noise": 2.0, **COUNT, "unit": "patient"}, {"metrics_noise": 1e-9}, NEED),
+    ({"noise": 2.0, **COUNT, "unit": "patient"}, {"metrics_noise": lambda honest: 0.99 * honest}, NEED),
+    ({"noise": 2.0, "unit": "patient"}, {"noise": 1.9}, "the recipe's noise is 2, but the plan's is 1.9"),
+    ({"noise": 2.0, "unit": "site"}, {"noise": 1.9}, "the recipe's noise is 2, but the plan's is 1.9"),
+    ({"noise": 2.0, "unit": "site"}, {"metrics_noise": 2.0}, "noise on metrics"),
+    ({"noise": 2.0}, {"site_noise": {"hill": 1.9}}, "the recipe's noise is 2, but the plan's is 1.9"),
+    ({"noise": 2.0, "epsilon": 50.0, **COUNT}, {"metrics_noise": 1e-9}, LITTLE),
+    ({"epsilon": 3.0, **COUNT}, {"metrics_noise": lambda honest: 0.99 * honest}, LITTLE),
+    ({"epsilon": 3.0, **COUNT}, {"metrics_noise": None}, "noise on metrics"),
+    ({"epsilon": 3.0, **COUNT}, {"noise": lambda honest: 0.99 * honest}, LITTLE),
+    ({"epsilon": 3.0}, {"site_noise": {"hill": 0.3}}, LITTLE),
+    ({"epsilon": 3.0, "noise_per_site": False}, {"noise": lambda honest: 0.99 * honest}, LITTLE),
+    ({"epsilon": 3.0, "unit": "patient"}, {"noise": 0.3}, LITTLE),
+    ({"epsilon": 3.0, "unit": "patient", **COUNT}, {"metrics_noise": 1e-9}, LITTLE),
+    ({"epsilon": 9.0, "unit": "site"}, {"noise": lambda honest: 0.99 * honest}, LITTLE),
     ({"noise": 2.0}, {"noise": 0.5}, "the recipe's noise is 2, but the plan's is 0.5"),
     ({"epsilon": 3.0}, {"noise": 0.3}, "too little for what the recipe promises"),
     ({"noise": 2.0, "metrics": "count"}, {"metrics_noise": None}, "noise on metrics"),
     ({"noise": 2.0}, {"metrics_noise": 1.0}, "noise on metrics"),
     ({"epsilon": 3.0, "metrics": "count"}, {"metrics_noise": 0.01}, "too little for what the recipe promises"),
-    ({"noise": 2.0}, {"noise": -1.0}, "should be a number, 0 or more"),
+    ({"noise": 2.0}, {"noise": -1.0}, "should be a number from 0 to 1e+06"),
     ({"noise": 2.0}, {"holders": 0}, "holders is 0"),
 ]
 
@@ -344,11 +370,33 @@ def test_a_server_cannot_send_less_noise_than_its_recipe_promises(
         "metrics_noise": None if math.isinf(quiet) else quiet,
         "holders": made.setup.plan.max_sites_per_record,
     }
-    desk = ApprovingHandler(config(home, "hill", "less noise"))
-    reply = said(desk.answer_message(beginning(made, "hill", {"run": "lie", "plan": {**honest, **lie}})))
+    desk = ApprovingHandler(config(home, "hill", f"less noise {PLANS.index((wish, lie, words))}"))
+    told = {key: value(honest[key]) if callable(value) else value for key, value in lie.items()}
+    reply = said(desk.answer_message(beginning(made, "hill", {"run": "lie", "plan": {**honest, **told}})))
     assert reply["failure"] == "refused"
     assert words in reply["why"]
     assert said(desk.answer_message(beginning(made, "hill", {"run": "honest" + made.run_id()})))["ready"]
+
+
+def test_where_noise_is_given_every_site_takes_the_honest_noise_on_metrics(tmp_path: Path) -> None:
+    """Sites of different sizes pay different ε for their training images, and none more for those of validation."""
+    sizes = {"harbour": 8, "hill": 14, "lake": 22}
+    hospitals = [{"name": site, "vendor": "film", "patients": n, "malignant": 0.5} for site, n in sizes.items()]
+    data = {"name": "phantom", "size": 32, "hospitals": hospitals, "split": recipe().data.split.model_dump()}
+    made = Experiment(recipe(data=data, privacy={**WISH, "noise": 1.0, "metrics": "count"}))
+    assert made.setup.plan is not None
+    needs = []
+    for site in sizes:
+        desk = ApprovingHandler(config(tmp_path, site))
+        assert said(desk.answer_message(beginning(made, site)))["ready"], site
+        assert desk._open is not None
+        own = desk._open.setup.plan
+        assert own is not None
+        needs.append(least_metrics_noise(own, len(sizes)))
+        validation = own.epsilon_of(own.validation_spends(len(own.rounds)))
+        assert validation <= own.epsilon_of(own.run_spends()[site]) * 1.001
+    assert min(needs) < 0.95 * max(needs)
+    assert made.setup.plan.metrics_noise == pytest.approx(max(needs), rel=1e-3)
 
 
 def test_a_promise_holds_where_cohorts_hide_how_often_a_site_takes_part(home: Path) -> None:

@@ -6,7 +6,6 @@ recipe is a name to look up in site.yaml and nothing else: a server cannot point
 """
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,24 +26,21 @@ from polyclinic.runs.sites import FederatedDataset, load_sites
 from polyclinic.storage.files import explain_os_errors
 
 
-def load_own_site(recipe: Recipe, config: SiteConfig, classes: Sequence[str] | None = None) -> FederatedDataset:
+def load_own_site(recipe: Recipe, config: SiteConfig) -> FederatedDataset:
     """Load the dataset of this site alone, and keep the cache of prepared images within the site's bound.
 
-    `classes`: the run's, where the site's labels would give others.
+    Its classes are those that the recipe names, else those of the site's own labels; no server chooses them.
     """
-    found = _load_own_dataset(recipe, config, classes)
+    found = _load_own_dataset(recipe, config)
     trim_cache(int(config.cache_gigabytes * 1e9))
     return found
 
 
-def _load_own_dataset(recipe: Recipe, config: SiteConfig, classes: Sequence[str] | None) -> FederatedDataset:
+def _load_own_dataset(recipe: Recipe, config: SiteConfig) -> FederatedDataset:
     spec, given = DATASETS[recipe.data.name], recipe.data.options
     if issubclass(spec.options, UserDataOptions):
         path = registered_path(str(given.get("path")), config)
-        named = {} if classes is None or given.get("classes") or given.get("task") else {"classes": list(classes)}
-        return _load_single_site(
-            recipe, config.site, spec.options.model_validate({**given, **named, "path": str(path)}), None
-        )
+        return _load_single_site(recipe, config.site, spec.options.model_validate({**given, "path": str(path)}), None)
     if issubclass(spec.options, MultiOptions):
         parts = _select_site_parts(spec.options.model_validate(given), config)
         return _load_single_site(recipe, config.site, parts, _link_data_folder(config))

@@ -21,7 +21,8 @@ from polyclinic.storage import messages
 
 MAX_RECIPE_LENGTH, MAX_DEPTH = 1 << 16, 24
 """The most characters of a recipe, and how deep its keys may be nested."""
-MOST_SITES = 10_000
+MOST_SITES, MOST_NOISE = 10_000, 1e6
+"""The most sites of a run, and the most noise that a recipe can ask for (`privacy.plan.PrivacyConfig`)."""
 RUN = re.compile(r"[0-9A-Za-z_-]{1,64}")
 """A run's identifier becomes the name of a folder."""
 
@@ -105,15 +106,15 @@ def read_terms(fields: Mapping[str, object], site: SiteId) -> RunTerms:
     sites = fields.get("sites")
     if not isinstance(sites, list) or not all(isinstance(name, str) and 0 < len(name) <= 200 for name in sites):
         raise Refused("json", "sites are not a list of names")
-    if len(sites) > MOST_SITES:
-        raise Refused("json", f"{len(sites)} sites are named, where {MOST_SITES} may be")
+    if not 1 <= len(sites) <= MOST_SITES:
+        raise Refused("json", f"{len(sites)} sites are named, where 1 to {MOST_SITES} may be")
     terms = RunTerms(read_run_id(fields), recipe, tuple(classes), channels, size, tuple(sites))
     if plan is None:
         return terms
     if not isinstance(plan, dict):
         raise Refused("json", "the plan is not an object")
     _read_int(plan, "holders", 1, 1 << 31)
-    metrics_noise = math.inf if plan.get("metrics_noise") is None else _read_number(plan, "metrics_noise")
+    metrics_noise = math.inf if plan.get("metrics_noise") is None else _read_number(plan, "metrics_noise", MOST_NOISE)
     return replace(terms, noise=_read_noise(plan, site), metrics_noise=metrics_noise)
 
 
@@ -122,7 +123,7 @@ def _read_noise(plan: Mapping[str, object], site: SiteId) -> float:
     by_site = plan.get("site_noise", {})
     if not isinstance(by_site, dict):
         raise Refused("json", "site_noise is not an object")
-    return _read_number(by_site, site) if site in by_site else _read_number(plan, "noise")
+    return _read_number(by_site, site, MOST_NOISE) if site in by_site else _read_number(plan, "noise", MOST_NOISE)
 
 
 def check_round_fields(fields: Mapping[str, object], recipe: Recipe, site: SiteId) -> None:
@@ -162,8 +163,9 @@ def _read_int(fields: Mapping[str, object], name: str, least: int, most: int) ->
     return value
 
 
-def _read_number(fields: Mapping[str, object], name: str) -> float:
+def _read_number(fields: Mapping[str, object], name: str, most: float = math.inf) -> float:
     value = fields.get(name)
-    if not is_number(value) or value < 0:
-        raise Refused(name, f"{name} is {messages.format_untrusted(value)}, but should be a number, 0 or more")
+    if not is_number(value) or not 0 <= value <= most:
+        wanted = "a number, 0 or more" if math.isinf(most) else f"a number from 0 to {most:g}"
+        raise Refused(name, f"{name} is {messages.format_untrusted(value)}, but should be {wanted}")
     return float(value)

@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,11 @@ from polyclinic.deploy.site.orders import Order, OrderBook, RunHistory, RunRules
 from polyclinic.deploy.site.participation import Participation, ReleasePreview, RunTerms
 from polyclinic.deploy.site.peers import load_peers
 from polyclinic.deploy.site.policy import (
-    check_approved,
+    bind_approval,
     check_recipe,
-    check_unfinished,
-    finish_recipe,
+    check_run_approved,
+    find_approval,
+    finish_run,
     read_approvals,
     recipe_digest,
 )
@@ -58,8 +59,8 @@ from polyclinic.storage.files import explain_os_errors, lock_folder, make_folder
 from polyclinic.storage.signatures import Keyring
 from polyclinic.storage.site_memory import DiskMemory, RamMemory
 
-CARD = "card"
-"""The kind of a site's description of its images. No policy withholds it: without it there is no run."""
+CARD, FAILURE = "card", "failure"
+"""The kinds of a site's description of its images, which no policy withholds, and of a refusal after the work began."""
 MOST_RUNS = 8
 """The most runs whose data a site keeps, so that a server that never ends one cannot fill the disk."""
 MAX_MESSAGE, MAX_IDLE_MESSAGE = 4 << 30, 16 << 20
@@ -92,12 +93,14 @@ class SiteMessageHandler:
         self._attended: set[str] = set()
         """The runs, and recipes enrolled for, since whose last message the site has been connected all the time."""
         self._open: Participation | None = None
-        self._images: tuple[str, tuple[str, ...] | None, FederatedDataset] | None = None
+        self._images: tuple[str, FederatedDataset] | None = None
+        self._at_work: Order | None = None
+        """The order of the message that is being answered, once images are used for it."""
         make_folder(config.folder, 0o700)
 
     def answer_message(self, data: bytes) -> bytes:
         """Return the reply to a message, or a failure with one sentence."""
-        run = ""
+        run, self._at_work = "", None
         try:
             message = messages.decode(data)
             run = named if isinstance(named := message.fields.get("run"), str) else ""
@@ -186,13 +189,16 @@ class SiteMessageHandler:
         kept = self._run_folder(terms.run) / "begin.pcl"
         if kept.exists() and self._load_terms(terms.run).digest != terms.digest:
             raise Refused("run", f"{self.site} has begun the run {terms.run} under other terms; end it first")
+        approvals = read_approvals(self.config.folder)
+        approval = find_approval(terms.recipe_digest, terms.run, kept.exists(), self.site, approvals)
         if not kept.exists():
-            check_unfinished(terms.recipe_digest, self.site, read_approvals(self.config.folder))
             self.history.check_begin(self.site, self.config.allow)
         part = self._join_run(terms)
         part.check_terms()
         if part.account is not None:
             part.account.check_whole_run()
+        bind_approval(self.config.folder, approval, terms.run)
+        failpoint("approval-bound")
         if not kept.exists():
             begun = sorted((self.config.folder / "runs").glob("*/begin.pcl"), key=lambda path: path.stat().st_mtime)
             for oldest in begun[: max(0, len(begun) - MOST_RUNS + 1)]:
@@ -215,16 +221,15 @@ class SiteMessageHandler:
         """Train for a round, or predict. The last order again gets the same bytes again, and costs nothing."""
         fields, run = message.fields, read_run_id(message.fields)
         part = self._open_participation(run)
-        check_approved(part.terms.recipe_digest, self.site, self._approved_recipes())
         check_round_fields(fields, part.recipe, self.site)
         purpose, order = str(fields["purpose"]), Order.from_message(message)
         kept, book = self._run_folder(run) / f"last-{purpose}", self._open_book(part)
         book.check(order, was_away=run not in self._attended)
         asked = _reply_key(order, fields)
         former, cohort = _cached_reply(kept, asked), self._check_cohort(run, order.round, fields)
-        is_new = former is None
         if former is None:
             part.check_order(message)
+            self._record_order(book, order, run)
             answer = part.train(message) if purpose == "train" else self._evaluate(part, message)
         else:
             answer = messages.decode(former)
@@ -234,11 +239,6 @@ class SiteMessageHandler:
             if answer.fields.get(FIELD) != signed:  # the order was repeated with statements of other sites
                 answer, former = messages.Message({**answer.fields, FIELD: signed}, answer.tensors), None
         reply = former or messages.encode(answer.fields, answer.tensors)
-        if is_new:
-            book.record(order)
-            if purpose == "evaluate":
-                finish_recipe(self.config.folder, part.terms.recipe_digest, timestamp())
-            failpoint("order-recorded")
         self._attended.add(run)
         spent = part.account.epsilon_spent() if part.account is not None and purpose == "train" else None
         self.releases.record_release(reply, kinds, run=run, round=order.round, purpose=purpose, epsilon=spent)
@@ -246,11 +246,18 @@ class SiteMessageHandler:
             write_atomically(kept, asked.encode() + reply)
         return reply
 
+    def _record_order(self, book: OrderBook, order: Order, run: str) -> None:
+        """Enter an order before any image is used for it, so that a refusal or failure counts as an answer, too."""
+        book.record(order)
+        if order.purpose == "evaluate":
+            finish_run(self.config.folder, run, timestamp())
+        self._at_work = order
+        failpoint("order-recorded")
+
     def _handle_masks(self, message: messages.Message, _: bytes) -> bytes:
         """Exchange keys and shares for masks. Nothing in the reply depends on images, and all of it can be repeated."""
         fields, run = message.fields, read_run_id(message.fields)
         part = self._open_participation(run)
-        check_approved(part.terms.recipe_digest, self.site, self._approved_recipes())
         check_round_fields(fields, part.recipe, self.site)
         answer = part.exchange_masks(message)
         reply = messages.encode(answer.fields, answer.tensors)
@@ -326,12 +333,13 @@ class SiteMessageHandler:
         return {approval.digest for approval in read_approvals(self.config.folder)}
 
     def _open_participation(self, run: str) -> Participation:
-        """The participation in a run: from memory, or restored from its stored terms."""
+        """The participation in a run that has an approval: from memory, or restored from its stored terms."""
         if not (self._run_folder(run) / "begin.pcl").exists():
             raise Refused("run", f"{self.site} knows of no run {run}; begin it first")
-        if self._open is not None and self._open.terms.run == run:
-            return self._open
-        return self._join_run(self._load_terms(run))
+        found = self._open if self._open is not None and self._open.terms.run == run else None
+        terms = self._load_terms(run) if found is None else found.terms
+        check_run_approved(terms.recipe_digest, run, self.site, read_approvals(self.config.folder))
+        return found or self._join_run(terms)
 
     def _is_recipe_running(self, recipe: Recipe) -> bool:
         """Whether a run of this recipe has begun here; whether the rest of it can be paid for, `begin` checks."""
@@ -356,7 +364,7 @@ class SiteMessageHandler:
     def _join_run(self, terms: RunTerms) -> Participation:
         if self._open is not None and self._open.terms.digest == terms.digest:
             return self._open
-        own = self._load_images(terms.recipe, terms.classes)
+        own = self._load_images(terms.recipe)
         self._check_images(own, terms)
         self._open = None  # the networks of one run at a time
         run = self._run_folder(terms.run)
@@ -393,23 +401,20 @@ class SiteMessageHandler:
         if known.exists() and known.read_text() != self.keys.mark_images(own.fingerprint):
             raise Refused("data", f"{self.site} has other images than when this run began; start it anew")
 
-    def _load_images(self, recipe: Recipe, classes: Sequence[str] | None = None) -> FederatedDataset:
+    def _load_images(self, recipe: Recipe) -> FederatedDataset:
         """Load the images, or return those of the previous message."""
         group = None if recipe.privacy is None else recipe.privacy.group
-        named = None if classes is None else tuple(classes)
         key = f"{recipe.seed}|{group}|{recipe.data.model_dump_json()}"
-        if self._images is not None and self._images[0] == key:
-            _, given, found = self._images
-            if named in (given, found.classes):  # whether they were given or follow from the labels
-                return found
-        self._images = key, named, load_own_site(recipe, self.config, named).limit_group(group)
-        return self._images[2]
+        if self._images is None or self._images[0] != key:
+            self._images = key, load_own_site(recipe, self.config).limit_group(group)
+        return self._images[1]
 
     def _run_folder(self, run: str) -> Path:
         return self.config.folder / "runs" / run
 
     def _clear_run_folder(self, folder: Path) -> None:
-        """Delete a run's data, its key first, except the scores that are kept for the site to read."""
+        """End a run: use up its approval, then delete its data, its key first, except scores that the site may read."""
+        finish_run(self.config.folder, folder.name, timestamp())
         erase_run_key(folder)
         with explain_os_errors(folder):
             for path in folder.glob("*"):
@@ -427,7 +432,14 @@ class SiteMessageHandler:
         return messages.encode({"run": run, "site": self.site, **fields}, {})
 
     def _encode_failure(self, run: str, kind: str, why: str) -> bytes:
-        return self._encode_reply(run[:64], failure=kind, why=why[:500])
+        """The reply that says why there is no other, which the log of releases has, if images were used before."""
+        reply, order = self._encode_reply(run[:64], failure=kind, why=why[:500]), self._at_work
+        if order is not None:
+            with contextlib.suppress(StoreError), lock_folder(self.config.folder):
+                self.releases.record_release(
+                    reply, {FAILURE: len(reply)}, run=run, round=order.round, purpose=order.purpose, epsilon=None
+                )
+        return reply
 
     def _public_reason(self, error: PolyclinicError) -> str:
         if isinstance(error, DataError):

@@ -36,12 +36,17 @@ class RunRules:
     run: str
     rounds: int
     most_replies: int
-    """Training orders that are answered in all."""
+    """Training orders that are answered in all, by a reply, a refusal or a failure."""
     most_missed: int
     """Rounds that may be left out because the site was away."""
     may_end_early: bool
     takes_part: Callable[[int], bool] = lambda _: True
     """Whether the recipe's public draw has this site in a round."""
+
+    @property
+    def most_evaluations(self) -> int:
+        """How often the one order for evaluation is tried, if it failed."""
+        return 1 + self.most_replies - self.rounds
 
     @staticmethod
     def from_recipe(
@@ -80,7 +85,9 @@ class _Answered:
     replies: int = 0
     missed: int = 0
     evaluated: str = ""
-    """The digest of the order for evaluation."""
+    """The digest of the order for evaluation …"""
+    evaluations: int = 0
+    """… and how often it was tried."""
     permit: str = ""
     """The permit that was used last."""
 
@@ -107,11 +114,11 @@ class OrderBook:
             self._check_round(book, order, was_away)
 
     def record(self, order: Order) -> None:
-        """Enter an order before its answer leaves."""
+        """Enter an order before any image is used for it: whatever comes of it, other contents are refused."""
         book = self._book_for(order)
         missed = book.missed + len(self._rounds_left_out(book, order.round))
         if order.purpose == "evaluate":
-            book = replace(book, evaluated=order.digest, missed=missed)
+            book = replace(book, evaluated=order.digest, evaluations=book.evaluations + 1, missed=missed)
         else:
             rounds = {**book.rounds, order.round: (order.digest, order.memory_round)}
             book = replace(book, rounds=rounds, replies=book.replies + 1, missed=missed)
@@ -143,6 +150,8 @@ class OrderBook:
         if book.evaluated:
             if book.evaluated != order.digest:
                 self._refuse(order, "asks for a second evaluation of this run")
+            if book.evaluations >= self.rules.most_evaluations:
+                self._refuse(order, f"would be try {book.evaluations + 1} of the evaluation")
             return
         end = self.rules.rounds + 1
         if order.round <= book.last or (order.round < end and not self.rules.may_end_early):
@@ -179,7 +188,8 @@ class OrderBook:
         earlier = {number: row for number, row in book.rounds.items() if number < order.round}
         if skipped:  # a round without an answer, so that nothing between is left out
             earlier[skipped] = ("", 0)
-        return replace(book, rounds=earlier, replies=len(earlier), evaluated="", permit=permit["mark"])
+        forgotten = replace(book, evaluated="", evaluations=0, permit=permit["mark"])
+        return replace(forgotten, rounds=earlier, replies=len(earlier))
 
     def _read(self) -> _Answered:
         path = self.folder / BOOK

@@ -9,7 +9,7 @@ the first round, so no file that a recipe names is read here. `policy.py` decide
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -48,7 +48,7 @@ from polyclinic.federation.rounds import draw_cohort
 from polyclinic.federation.secure_aggregation.assembly import SiteIdentity, mask_of
 from polyclinic.federation.site_runner import SiteRunner, drive_jobs
 from polyclinic.federation.update_check import split_predictions
-from polyclinic.privacy.plan import PrivacyPlan
+from polyclinic.privacy.plan import PrivacyConfig, PrivacyPlan, least_metrics_noise
 from polyclinic.privacy.transforms.mask import Mask
 from polyclinic.runs.assemble import RunSetup, assemble, initial_states, inner_algorithm, round_options
 from polyclinic.runs.final_evaluation import SCORES, rounded_bytes
@@ -94,6 +94,8 @@ class RunTerms:
 
 WITHHELD = "requested, but not allowed"
 MESSAGE_ALLOWANCE = 256 << 20
+SLACK = 0.998
+"""Two machines that solve for the same noise differ by 0.1 % at most (`privacy.accounting.noise_for`)."""
 
 
 @dataclass(frozen=True)
@@ -169,11 +171,27 @@ class Participation:
         plan = bind_plan(asked, draft.algorithm, draft.federation, draft.sites, networks, rules)
         if terms.noise is not None and config.noise not in (None, terms.noise):
             raise Refused("privacy", f"the recipe's noise is {config.noise:g}, but the plan's is {terms.noise:g}")
-        if terms.noise is not None and (config.metrics == "count") != math.isfinite(terms.metrics_noise):
-            raise Refused("privacy", "noise on metrics is for plans whose metrics are noised counts, and for no others")
+        if terms.noise is not None:
+            self._check_metrics_noise(config, plan)
         if self.config.budget and plan.no_guarantee_reason:
             raise Refused("budget", f"{site} has a privacy budget, and this recipe gives no privacy guarantee")
         return plan if terms.noise is None else replace(plan, config=config, metrics_noise=terms.metrics_noise)
+
+    def _check_metrics_noise(self, config: PrivacyConfig, plan: PrivacyPlan) -> None:
+        """Raise `Refused` for less noise on metrics than this site's validation images need beside its training images;
+        where the recipe names ε, `PrivacyAccount` refuses what would exceed it."""
+        noise, site = self.terms.metrics_noise, self.site
+        if (config.metrics == "count") != math.isfinite(noise):
+            raise Refused("privacy", "noise on metrics is for plans whose metrics are noised counts, and for no others")
+        if config.metrics != "count" or config.epsilon is not None:
+            return
+        least = least_metrics_noise(replace(plan, config=config), len(self.terms.sites))
+        if noise < SLACK * least:
+            raise Refused(
+                "privacy",
+                f"the noise on metrics is {noise:.4g}, and the validation images of {site} need {least:.4g} to pay no "
+                "more than its training images",
+            )
 
     def _noise_secret(self) -> Stream | None:
         """Return the source of this site's noise, named by all that a release depends on, the images among it."""
@@ -208,7 +226,8 @@ class Participation:
         return self.site in draw_cohort(self.terms.sites or (self.site,), round_options(self.recipe, ""), round)
 
     def check_order(self, message: messages.Message) -> None:
-        """Raise `Refused` unless an order has the recipe's learning rate, this site's cluster, and proper tensors."""
+        """Raise `Refused` unless an order has the recipe's learning rate, this site's cluster, and proper tensors, and
+        asks for nothing that may not leave. No image is looked at for that."""
         fields, sent, site = message.fields, message.tensors, self.site
         evaluating, round = fields["purpose"] == "evaluate", int(fields["round"])
         cluster = self._read_cluster(sent)
@@ -224,6 +243,16 @@ class Participation:
         if round == 1 and not evaluating:
             own = {kind: group for kind, group in sent.items() if kind != CLUSTER_MARKER}
             check_first_weights(own, like, self._given_digest(cluster), site)
+        self._check_parts(evaluating, fields["parts"])
+        self.runner.check_order(message)
+
+    def _check_parts(self, evaluating: bool, parts: Sequence[str]) -> None:
+        """Raise `Refused` if an order asks about a part of the images of which nothing may leave."""
+        if evaluating and not set(parts) <= set(predicted_parts(self.recipe)):
+            why = "are protected by a plan" if self.setup.plan else "the recipe leaves out (evaluate.train: false)"
+            raise Refused("privacy", f"{self.site} was asked for scores of training images, which {why}")
+        if parts and not evaluating:
+            check_kinds((METRICS,), self.site, self.config.allow)
 
     def _read_cluster(self, sent: Bundle) -> str:
         if not isinstance(self.setup.algorithm, Clustered):
@@ -253,10 +282,7 @@ class Participation:
         return found
 
     def train(self, message: messages.Message) -> messages.Message:
-        """Train for a round, after charging it to the site's ledger. The caller then calls `check_reply`."""
-        if message.fields["parts"]:
-            check_kinds((METRICS,), self.site, self.config.allow)
-        self.runner.check_order(message)
+        """Train for a round, after charging it to the site's ledger; after `check_order`, and before `check_reply`."""
         site_round = self.runner.begin_round(message)
         if self.account is not None:
             assert site_round.site.secret is not None
@@ -278,12 +304,7 @@ class Participation:
         return jobs.returned
 
     def evaluate(self, message: messages.Message) -> HomeEvaluation:
-        """Score the final models on this site's images, and decide what of it leaves."""
-        parts = message.fields["parts"]
-        if not set(parts) <= set(predicted_parts(self.recipe)):
-            why = "are protected by a plan" if self.setup.plan else "the recipe leaves out (evaluate.train: false)"
-            raise Refused("privacy", f"{self.site} was asked for scores of training images, which {why}")
-        self.runner.check_order(message)
+        """Score the final models on this site's images, and decide what of it leaves; after `check_order`."""
         predicted = self.runner.evaluate(message).tensors.get(PREDICTIONS, {})
         groups = split_predictions(predicted, len(self.setup.dataset.classes))
         return answer_evaluation(

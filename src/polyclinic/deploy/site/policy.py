@@ -124,8 +124,14 @@ class Approval(BaseModel):
     name: str
     date: str
     by: str
+    run: str = ""
+    """The run that began with it, and the only one that it is for; "": none has begun."""
     finished: str = ""
-    """When a run of it was evaluated here; from then on another run needs another approval."""
+    """When that run was evaluated here, or ended; from then on another run needs another approval."""
+
+    @property
+    def is_unused(self) -> bool:
+        return not self.run and not self.finished
 
 
 def read_approvals(folder: Path) -> list[Approval]:
@@ -149,29 +155,66 @@ def write_approvals(folder: Path, approvals: list[Approval]) -> None:
 
 
 def approve_recipe(folder: Path, recipe: Recipe, by: str, date: str) -> str:
-    """Enter a recipe into the list of approved ones, for one run to its end; return its digest."""
+    """Enter a recipe into the list of approved ones, for one run to its end, unless it has an approval that no run has
+    used yet; return its digest."""
     digest, known = recipe_digest(recipe), read_approvals(folder)
-    if digest not in {approval.digest for approval in known if not approval.finished}:
-        others = [approval for approval in known if approval.digest != digest]
-        write_approvals(folder, [*others, Approval(digest=digest, name=recipe.name, date=date, by=by)])
+    if not any(approval.digest == digest and approval.is_unused for approval in known):
+        write_approvals(folder, [*known, Approval(digest=digest, name=recipe.name, date=date, by=by)])
     return digest
 
 
-def finish_recipe(folder: Path, digest: str, date: str) -> None:
-    """Enter that a run of an approved recipe has been evaluated."""
+def find_approval(digest: str, run: str, has_begun: bool, site: SiteId, approvals: list[Approval]) -> Approval:
+    """Return the approval with which a run may begin, or go on: its own, else one that no run has used.
+
+    Args:
+        digest: That of the run's recipe.
+        run: The run.
+        has_begun: Whether the site has the data of this run; if not, it is a new one, though its name may be known.
+        site: The site.
+        approvals: All of the site.
+
+    Raises `Refused` if there is none.
+    """
+    of_recipe = [approval for approval in approvals if approval.digest == digest]
+    own = [approval for approval in of_recipe if approval.run == run and (has_begun or not approval.finished)]
+    found = next((approval for approval in (*own, *of_recipe) if approval in own or approval.is_unused), None)
+    if found is not None:
+        return found
+    check_approved(digest, site, {approval.digest for approval in of_recipe})
+    under_way = [approval.run for approval in of_recipe if not approval.finished]
+    why = f"is in use by its run {under_way[-1]}" if under_way else f"ran to its end on {of_recipe[-1].finished}"
+    raise Refused(
+        "policy",
+        f"this recipe was approved at {site} for one run, and {why}; if another shall run, approve it again: "
+        "polyclinic site approve site.yaml RECIPE.yaml",
+    )
+
+
+def bind_approval(folder: Path, approval: Approval, run: str) -> None:
+    """Enter that this run, and no other, has begun with an approval."""
     known = read_approvals(folder)
-    write_approvals(folder, [a.model_copy(update={"finished": date}) if a.digest == digest else a for a in known])
+    if not approval.run:
+        known[known.index(approval)] = approval.model_copy(update={"run": run})
+        write_approvals(folder, known)
 
 
-def check_unfinished(digest: str, site: SiteId, approvals: list[Approval]) -> None:
-    """Raise `Refused` if a run of this recipe came to its end here, and nobody has approved another."""
-    for approval in approvals:
-        if approval.digest == digest and approval.finished:
-            raise Refused(
-                "policy",
-                f"this recipe ran to its end at {site} on {approval.finished}; if it shall run again, approve it "
-                "again: polyclinic site approve site.yaml RECIPE.yaml",
-            )
+def finish_run(folder: Path, run: str, date: str) -> None:
+    """Enter that a run was evaluated or has ended, which uses up its approval."""
+    known = read_approvals(folder)
+    ended = [a.model_copy(update={"finished": date}) if a.run == run and not a.finished else a for a in known]
+    if ended != known:
+        write_approvals(folder, ended)
+
+
+def check_run_approved(digest: str, run: str, site: SiteId, approvals: list[Approval]) -> None:
+    """Raise `Refused` unless the site's people have approved this recipe for this run."""
+    check_approved(digest, site, {approval.digest for approval in approvals})
+    if not any(approval.digest == digest and approval.run == run for approval in approvals):
+        raise Refused(
+            "policy",
+            f"no approval at {site} is for the run {run}; if it shall go on, approve its recipe again there, and "
+            "continue it with the same command at the server",
+        )
 
 
 def approval_remarks(recipe: Recipe, budget: Budget | None) -> list[str]:

@@ -72,7 +72,8 @@ class PrivacyAccount:
             who: tuple(replace(spend, times=spend.times * len(self.plan.rounds)) for spend in spends)
             for who, spends in self.round_releases(self.plan.models).items()
         }
-        if self.plan.config.noise is None and not self.cohorts and not self._is_within_recipe_epsilon(whole):
+        solved = self.plan.config.noise is None and not self.cohorts  # else the run may stop earlier
+        if not self._is_within_recipe_epsilon(whole if solved else self.round_releases(self.plan.models)):
             raise Refused("privacy", f"the noise is too little for what the recipe promises the records of {self.site}")
         total = _sum_charges([whole, *list(charges.values())[-again or len(charges) :]])
         if not self._is_within_budget(total, self._site_ledger().earlier_runs()):
