@@ -195,6 +195,35 @@ def test_the_same_round_from_the_same_state_is_paid_once_from_another_again() ->
     assert sum(s.times for s in again.total_spends()["a"]) == 20
 
 
+@pytest.mark.parametrize("rounds", [1, 5])
+@pytest.mark.parametrize("unit", ["image", "site"])
+def test_a_round_that_is_charged_again_counts_before_it_is_allowed(unit: Any, rounds: int) -> None:
+    """The last round is cut off again and again: every attempt is another release, here for noise at the server and
+    for sites with a memory. What is spent stays within what was promised."""
+    at = "server" if unit == "site" else "site"
+    promised = PrivacyConfig(unit=unit, epsilon=3.0, delta=DELTA, noise_at=at)
+    state: Bundle = {"model": {"w": torch.zeros(3)}}
+    noise = make_plan(draft(promised, rounds)).noise_of("b")
+    for config in (promised, replace(promised, noise=1.3 * noise)):
+        guard = PrivacyBudget(make_plan(draft(config, rounds)), Stream(1))
+        for round in range(1, rounds + 1):
+            assert guard.can_afford(round, ["a", "b"], state)
+            guard.charge_round(round, ["a", "b"], state, remembered=True)
+        repeats = 0
+        while repeats < 9 and guard.can_afford(rounds, ["a", "b"], state):
+            guard.charge_round(rounds, ["a", "b"], state, remembered=True)
+            repeats += 1
+        assert guard.plan.worst_epsilon(guard.total_spends()) <= 3.0
+        once_more = {site: spend.times for site in "ab" for spend in guard.plan.round_spends(site)}
+        dearer = {
+            site: [replace(s, times=s.times + once_more[site]) for s in spends]
+            for site, spends in guard.total_spends().items()
+        }
+        assert guard.plan.worst_epsilon(dearer) > 3.0, "one more could have been paid"
+        assert repeats or config is promised or rounds == 1
+        assert not repeats or config is not promised
+
+
 @pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"cross-site", "elastic", "fed-align", "fraug"}))
 def test_every_algorithm_trains_privately(algorithm: str) -> None:
     method = NEEDED.get(algorithm, {}).get("algorithm", algorithm)
