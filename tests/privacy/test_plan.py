@@ -374,12 +374,11 @@ def test_less_noise_than_was_priced_ends_in_an_error() -> None:
         experiment.run()
 
 
-def test_noise_is_named_by_run_site_round_and_what_was_received() -> None:
-    def named(seed: int = 1, weight: float = 0.0, sigma: float = 1.0, **fields: Any) -> Stream:
-        order = {"run": "r", "site": "a", "round": 1, **fields}
-        return SitePrivacyLimits(Stream(seed, ("secret",)), (), sigma).noise_stream(
-            Message(order, {"model": {"w": torch.tensor([weight])}})
-        )
+def test_noise_is_named_by_run_site_round_purpose_permission_and_what_was_received() -> None:
+    def named(seed: int = 1, weight: float = 0.0, sigma: float = 1.0, allowed: str = "", **fields: Any) -> Stream:
+        order = {"run": "r", "site": "a", "round": 1, "purpose": "train", **fields}
+        limits = SitePrivacyLimits(Stream(seed, ("secret",)), (), sigma, read_permission=lambda _: allowed)
+        return limits.noise_stream(Message(order, {"model": {"w": torch.tensor([weight])}}))
 
     ways: list[dict[str, Any]] = [
         {},
@@ -389,6 +388,8 @@ def test_noise_is_named_by_run_site_round_and_what_was_received() -> None:
         {"lr": 0.2},
         {"seed": 2},
         {"weight": 1.0},
+        {"purpose": "evaluate"},
+        {"allowed": "2026-01-01"},
     ]
     ways.append({"sigma": 1.1})  # from the same numbers under another scale noise could be taken off
     assert len({named(**way).integer() for way in ways}) == len(ways)

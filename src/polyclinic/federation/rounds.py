@@ -168,8 +168,8 @@ class Rounds:
             return True
         if round == 1 and self.budget.was_charged(round):
             raise RoundFailed(
-                "round 1 was charged and then cut off, and charged once more it would exceed privacy.epsilon; start anew "
-                "in another folder, or raise privacy.epsilon"
+                "round 1 was charged and then cut off, and charged once more it would exceed privacy.epsilon; start "
+                "anew in another folder, or raise privacy.epsilon"
             )
         if round == 1:
             raise RoundFailed(
