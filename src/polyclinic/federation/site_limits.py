@@ -16,7 +16,7 @@ from polyclinic.privacy.sampling import rate_and_sums
 from polyclinic.storage import messages
 
 
-def read_no_permission(round: int) -> str:
+def read_no_permission(_: int) -> str:
     """Return that nobody has let a round be played again, as in every simulation."""
     return ""
 
