@@ -187,10 +187,20 @@ class PrivacyPlan:
     """The costs of earlier runs on the same images, of a shared ledger."""
     site_noise: Mapping[SiteId, float] = field(default_factory=dict)
     """The noise of each site, where it is not the same at all."""
+    masked: bool = False
+    """Whether sites' updates are read as a sum only (`privacy.transforms.mask`)."""
 
     @property
     def has_guarantee(self) -> bool:
         return not self.no_guarantee_reason
+
+    @property
+    def releases_sums(self) -> bool:
+        """Whether a round releases one sum over its sites with one noise, for unit site: at the server, or behind masks.
+
+        Behind masks this noise is what sites add of whom as few are left as may be, without those that collude.
+        """
+        return self.config.unit == "site" and (self.masked or self.config.noise_at == "server")
 
     @property
     def images_per_patient(self) -> int | None:

@@ -37,7 +37,6 @@ from polyclinic.privacy.plan import (
 )
 from polyclinic.privacy.transforms.base import UpdateTransform
 from polyclinic.privacy.transforms.clip import Clip
-from polyclinic.privacy.transforms.mask import Mask
 from polyclinic.privacy.transforms.noise import Noise
 from polyclinic.privacy.worst_case import RunCost
 from polyclinic.runs.networks import recipe_for_site
@@ -112,16 +111,16 @@ def placeholder_private(config: PrivacyConfig) -> Private | None:
     return None if config.unit == "site" else private_options(config, 1.0)
 
 
-def plan_transforms(plan: PrivacyPlan, mask: Mask | None = None) -> list[UpdateTransform]:
+def plan_transforms(plan: PrivacyPlan) -> list[UpdateTransform]:
     """Return the transforms of a plan for unit site, which come before the recipe's own.
 
-    Behind a `mask` each site adds its share of the noise to the integers that are
-    masked (`federation.secure_aggregation.assembly`).
+    Behind masks each site adds its share of the noise to the integers that are masked
+    (`federation.secure_aggregation.assembly`).
     """
     config = plan.config
     if config.unit != "site":
         return []
-    if mask is not None:
+    if plan.masked:
         return [Clip(config.clip_norm, RELEASED)]
     std = plan.noise * config.clip_norm if config.noise_at == "site" else 0.0
     return [Clip(config.clip_norm, RELEASED, std), *([Noise(std, RELEASED)] if config.noise_at == "site" else [])]
