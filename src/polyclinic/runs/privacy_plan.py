@@ -207,9 +207,12 @@ def check_no_shared_statistics(network: LiveNetwork, algorithm: Algorithm, key: 
 
 def _site_size(site: SiteData, group: int | None) -> SiteSize:
     """Count a site's images. `group`: the declared bound on the images of a patient who is not named."""
-    counted = [(count_unnamed(part), max_images_per_patient(part)) for part in (site.train, site.validation)]
-    largest, largest_validation = (max(most, group or 1) if unnamed else most for unnamed, most in counted)
-    return SiteSize(len(site.train), largest, largest_validation, counted[0][0], counted[1][0], site.left_out)
+    parts = site.train, site.validation, site.test
+    unnamed = [count_unnamed(part) for part in parts]
+    largest = [max(max_images_per_patient(part), (group or 1) if unnamed[n] else 1) for n, part in enumerate(parts)]
+    return SiteSize(
+        len(site.train), largest[0], largest[1], unnamed[0], unnamed[1], site.left_out, largest[2], unnamed[2]
+    )
 
 
 def max_sites_per_record(sites: Mapping[SiteId, SiteData], config: PrivacyConfig) -> int:
