@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from polyclinic import run
 from polyclinic.algorithms.representation import feature_bank
-from polyclinic.analysis.audit.canaries import SEATS, CanaryExamples, add_seats
 from polyclinic.analysis.audit import play
+from polyclinic.analysis.audit.canaries import SEATS, CanaryExamples, add_seats
 from polyclinic.analysis.audit.play import add_canaries
 from polyclinic.analysis.audit.result import AuditResult
 from polyclinic.analysis.privacy_audit import attack_claim, audit_recipe
@@ -31,11 +31,12 @@ from polyclinic.core.types import Batch, Tensors
 from polyclinic.data.examples import Images
 from polyclinic.federation import site_runner
 from polyclinic.federation.engines import stacked as stacked_engine
-from polyclinic.federation.secure_aggregation import assembly, site
+from polyclinic.federation.secure_aggregation import assembly, site as masking_site
 from polyclinic.federation.site_limits import SitePrivacyLimits
 from polyclinic.models import build_model
 from polyclinic.models.classifier import Classifier
 from polyclinic.privacy import releases
+from polyclinic.privacy.mechanism import gaussian_noise
 from polyclinic.privacy.transforms.clip import Clip
 from polyclinic.privacy.transforms.noise import Noise
 from polyclinic.runs import privacy_plan
@@ -285,13 +286,11 @@ def divide_masked_noise(divisor: float) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def leave_masked_updates_unclipped(patch: pytest.MonkeyPatch) -> None:
-    real = play.plan_transforms
-    patch.setattr(play, "plan_transforms", lambda plan: [replace(stage, bound=1e6) for stage in real(plan)])
+    patch.setattr(play, "plan_transforms", lambda plan: [Clip(1e6)])
 
 
 def share_masked_noise_between_sites(patch: pytest.MonkeyPatch) -> None:
-    real = site.gaussian_noise
-    patch.setattr(site, "gaussian_noise", lambda shape, std, _: real(shape, std, Stream(5)))
+    patch.setattr(masking_site, "gaussian_noise", lambda shape, std, _: gaussian_noise(shape, std, Stream(5)))
 
 
 def tenth_of_metrics_noise(patch: pytest.MonkeyPatch) -> None:

@@ -259,7 +259,7 @@ def test_a_site_admits_no_run_beyond_its_budget(tmp_path: Path) -> None:
 
 
 def test_a_unit_within_another_may_have_been_at_all_sites_of_a_run(tmp_path: Path) -> None:
-    """A run for whole sites does not say how many hold an image; one sum, at the server or masked, moves by them all."""
+    """A run for whole sites does not say how many hold an image; one sum moves by all of them."""
     whole = replace(random_plan(random.Random(7), 3), metrics_noise=math.inf)
     whole = replace(whole, config=replace(whole.config, unit="site"), noise=5.0)
     at_sites = SharedLedger(ledger_of(tmp_path / "sites.jsonl", [whole]).path, "reader", "image").earlier_runs()
@@ -273,7 +273,7 @@ def test_a_unit_within_another_may_have_been_at_all_sites_of_a_run(tmp_path: Pat
 
 
 def test_a_patient_pays_for_all_test_images_that_were_scored(tmp_path: Path) -> None:
-    """Runs for images, and a site that then asks what they cost its patients: nobody has more test images than thirty."""
+    """Runs for images, and a site that then asks what they cost its patients, one of whom has thirty test images."""
     config = PrivacyConfig(epsilon=3, delta=DELTA, metrics="count")
     size = SiteSize(400, largest=3, largest_validation=3, largest_test=30)
     plan = make_plan(PrivacyPlan(config, 1.0, (("a",),), {"a": size}, {"a": (Steps(0.05, 20),)}))

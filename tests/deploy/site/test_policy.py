@@ -13,7 +13,7 @@ import yaml
 
 from polyclinic import Recipe
 from polyclinic.config.identity import predicted_parts
-from polyclinic.core import Bundle
+from polyclinic.core import Bundle, Part
 from polyclinic.core.errors import RecipeError, Refused
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
@@ -325,10 +325,12 @@ def test_a_round_and_an_evaluation_of_its_number_are_charged_both(home: Path) ->
     desk, state = ApprovingHandler(config(home, "hill", "both purposes")), first_state(made)
     assert said(desk.answer_message(beginning(made, "hill")))["ready"]
     rounds = loop(made, Crossing({}))
-    orders = [
-        rounds.prepare_outbox(purpose, number, state, ["hill"], parts)["hill"]
-        for purpose, number, parts in (("train", 1, ["validation"]), ("evaluate", 2, ["test"]), ("train", 2, []))
+    asks: list[tuple[str, int, list[Part]]] = [
+        ("train", 1, ["validation"]),
+        ("evaluate", 2, ["test"]),
+        ("train", 2, []),
     ]
+    orders = [rounds.prepare_outbox(purpose, n, state, ["hill"], parts)["hill"] for purpose, n, parts in asks]
     assert "failure" not in said(desk.answer_message(orders[0]))
     assert "scores" in said(desk.answer_message(orders[1]))
     allow_round(desk.config.folder / "runs" / made.run_id(), 2)
@@ -414,6 +416,26 @@ def test_a_server_cannot_send_less_noise_than_its_recipe_promises(
     assert reply["failure"] == "refused"
     assert words in reply["why"]
     assert said(desk.answer_message(beginning(made, "hill", {"run": "honest" + made.run_id()})))["ready"]
+
+
+@pytest.mark.parametrize("lie", ["noise", "metrics_noise", "epsilon"])
+@pytest.mark.parametrize(("factor", "refused"), [(0.99, True), (1.01, False)])
+def test_a_promise_is_kept_to_the_percent(lie: str, factor: float, refused: bool, home: Path) -> None:
+    """One percent less noise than the recipe promises is refused, one more is not; so it is with ε itself."""
+
+    def promising(most: float) -> Experiment:
+        return simulation(recipe(privacy={"delta": 1e-3, "epsilon": most, "metrics": "count"}, rounds=2), home)
+
+    plan = promising(3.0).setup.plan
+    assert plan is not None
+    honest = {"noise": plan.noise_of("hill"), "metrics_noise": plan.metrics_noise, "holders": 1}
+    if lie != "epsilon":
+        honest[lie] *= factor
+    made = promising(3.0 * factor if lie == "epsilon" else 3.0)
+    desk = ApprovingHandler(config(home, "hill", f"percent {lie} {factor}"))
+    reply = said(desk.answer_message(beginning(made, "hill", {"plan": honest})))
+    assert ("failure" in reply) == refused
+    assert not refused or "too little for what the recipe promises" in reply["why"]
 
 
 def test_a_promise_holds_where_cohorts_hide_how_often_a_site_takes_part(home: Path) -> None:

@@ -249,7 +249,7 @@ class Recorder:
     def hear_update(self, site: SiteId, site_round: SiteRound, before: Tensors, after: Tensors, weight: float) -> None:
         kinds = (before, after, site_round.order.tensors["model"])
         copies = [{n: t.detach().cpu() for n, t in kind.items() if t.is_floating_point()} for kind in kinds]
-        self.updates.setdefault(site, []).append(OverheardUpdate(*copies, weight))
+        self.updates.setdefault(site, []).append(OverheardUpdate(copies[0], copies[1], copies[2], weight))
 
 
 def _data_free_gradients(objective: Objective, model: Tensors, reference: Bundle) -> Tensors:
