@@ -458,3 +458,18 @@ def test_the_server_s_noise_is_another_where_other_sites_answered() -> None:
         assert guard.total_spends()["a"] == (Spend(1.0, times=attempts),), (
             "every attempt may have ended in another mean"
         )
+
+
+def test_metrics_of_a_repeated_round_are_paid_by_the_validation_images() -> None:
+    """Here they are all that has no ε to spare: the noise of training is far more than is needed."""
+    config = PrivacyConfig(epsilon=3.0, delta=DELTA, metrics="count")
+    plan = make_plan(draft(config, sites={"a": 400}))
+    guard = PrivacyBudget(replace(plan, noise=4 * plan.noise), Stream(1))
+    state: Bundle = {"model": {"w": torch.zeros(3)}}
+    for round in (1, 2, 3):
+        assert guard.can_afford(round, ["a"], state)
+        guard.charge_round(round, ["a"], state, remembered=True)
+    assert not guard.can_afford(3, ["a"], state)
+    silent = PrivacyBudget(replace(guard.plan, metrics_noise=math.inf), Stream(1))
+    silent.charged_attempts = guard.charged_attempts
+    assert silent.can_afford(3, ["a"], state)

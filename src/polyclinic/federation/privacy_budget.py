@@ -96,7 +96,9 @@ class PrivacyBudget:
             return True
         spent = self.total_spends()
         spent |= {site: (*spent.get(site, ()), *self.plan.round_spends(site)) for site in cohort}
-        return self.plan.worst_epsilon(spent) <= cap
+        reported = Counter([*cohort, *(site for charged in self.charged_attempts.values() for site in charged)])
+        metrics = self.plan.epsilon_of(self.plan.validation_spends(max(reported.values())))
+        return max(metrics, self.plan.worst_epsilon(spent)) <= cap
 
     def _release_id(self, state: Bundle) -> str:
         """Return a hash of all that a round's release depends on: weights, noise, clip, and the kind of device."""

@@ -89,7 +89,7 @@ class SharedLedger:
         for row in rows:
             group = self._group_of(row) or self._refuse_unit(row)
             charged = row["privacy"]["sites"]
-            if row["one_sum"] and row["unit"] != self.unit:  # which a record at all its sites moves so far
+            if row.get("one_sum", True) and row["unit"] != self.unit:  # which a record at all its sites moves so far
                 charged, group = {ONE_SUM: next(iter(charged.values()), [])}, group * len(charged)
             for site, spends in charged.items():
                 spent[site] += (_in_groups(Spend(*spend), group) for spend in spends)
