@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -200,7 +200,7 @@ def test_the_same_round_from_the_same_state_is_paid_once_from_another_again() ->
 def test_a_round_that_is_charged_again_counts_before_it_is_allowed(unit: Any, rounds: int) -> None:
     """The last round is cut off again and again: every attempt is another release, here for noise at the server and
     for sites with a memory. What is spent stays within what was promised."""
-    at = "server" if unit == "site" else "site"
+    at: Literal["site", "server"] = "server" if unit == "site" else "site"
     promised = PrivacyConfig(unit=unit, epsilon=3.0, delta=DELTA, noise_at=at)
     state: Bundle = {"model": {"w": torch.zeros(3)}}
     noise = make_plan(draft(promised, rounds)).noise_of("b")
