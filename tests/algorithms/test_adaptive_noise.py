@@ -264,7 +264,8 @@ def test_a_site_trains_with_the_noise_it_tells(tmp_path: Path) -> None:
         experiment.setup.networks.first,
     )
     lr = experiment.setup.algorithm.training.optimiser.lr
-    order = Message({"run": experiment.run_id(), "site": name, "round": 1, "lr": lr}, initial)
+    fields = {"run": experiment.run_id(), "site": name, "round": 1, "lr": lr, "purpose": "train"}
+    order = Message(fields, initial)
     own = noise_secret(experiment.recipe, None).child("site", name, experiment.setup.dataset.fingerprint_of(name))
     secret = privacy_limits(plan, name, own).noise_stream(order)
     losses = score(Score(initial, per_example_losses), network, train)["losses"]

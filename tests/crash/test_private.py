@@ -43,3 +43,24 @@ def test_killed_and_resumed_the_noise_is_the_same(driver: Driver, place: Path) -
         snapshot.unlink()
     assert driver.run(RECIPES["private"], folder).code == 0
     assert summary(folder)["sha256"] == ended
+
+
+def test_a_run_that_cannot_pay_for_a_round_twice_ends_with_those_that_it_has(driver: Driver, place: Path) -> None:
+    folder = place / "run"
+    assert driver.run(RECIPES["promised"], folder, fault=("charge-written", 2)).code == KILLED
+    assert driver.run(RECIPES["promised"], folder).code == 0
+    found = read_result(folder).summary
+    assert found.rounds == 1
+    assert found.privacy is not None
+    assert found.privacy.stopped_by_budget
+    charges = [row for row in Ledger(folder / "ledger.jsonl").read() if row["event"] == "charge" and row["privacy"]]
+    assert [row["round"] for row in charges] == [1, 2]
+    assert 0.98 * 20 <= (found.epsilon or 0) <= 20, "what was charged and never released is reported as spent"
+
+
+def test_a_first_round_that_cannot_be_paid_twice_is_told_as_it_is(driver: Driver, place: Path) -> None:
+    folder, once = place / "run", {**RECIPES["promised"], "rounds": 1}
+    assert driver.run(once, folder, fault=("site-received", 1)).code == KILLED
+    ended = driver.run(once, folder)
+    assert ended.code == 1
+    assert "round 1 was charged and then cut off" in ended.sentence

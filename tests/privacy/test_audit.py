@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from polyclinic import run
 from polyclinic.algorithms.representation import feature_bank
+from polyclinic.analysis.audit import play
 from polyclinic.analysis.audit.canaries import SEATS, CanaryExamples, add_seats
 from polyclinic.analysis.audit.play import add_canaries
 from polyclinic.analysis.audit.result import AuditResult
@@ -30,10 +31,12 @@ from polyclinic.core.types import Batch, Tensors
 from polyclinic.data.examples import Images
 from polyclinic.federation import site_runner
 from polyclinic.federation.engines import stacked as stacked_engine
+from polyclinic.federation.secure_aggregation import assembly, site as masking_site
 from polyclinic.federation.site_limits import SitePrivacyLimits
 from polyclinic.models import build_model
 from polyclinic.models.classifier import Classifier
 from polyclinic.privacy import releases
+from polyclinic.privacy.mechanism import gaussian_noise
 from polyclinic.privacy.transforms.clip import Clip
 from polyclinic.privacy.transforms.noise import Noise
 from polyclinic.runs import privacy_plan
@@ -65,6 +68,11 @@ RECIPES: dict[str, dict[str, Any]] = {
     "metrics": {"privacy": {**IMAGE, "metrics": "count"}},
     "site": {"privacy": {"unit": "site", "epsilon": 3.0, "delta": 1e-3, "clip": 4.0}},
     "server": {"privacy": {"unit": "site", "epsilon": 3.0, "delta": 1e-3, "clip": 4.0, "noise_at": "server"}},
+    "masked": {
+        "privacy": {"unit": "site", "epsilon": 3.0, "delta": 1e-3, "clip": 4.0},
+        "data__partition": {"by": "quantity", "sites": 5, "alpha": 2.0},
+        "stages": [{"name": "mask", "threshold": 4, "colluders": 1}],
+    },
 }
 
 
@@ -267,6 +275,24 @@ def leave_updates_unclipped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(privacy_plan, "Clip", lambda bound, kinds, noise: Clip(1e6, kinds, noise))
 
 
+def divide_masked_noise(divisor: float) -> Callable[[pytest.MonkeyPatch], None]:
+    """Less noise in the integers that are masked."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        real = assembly.noise_share
+        patch.setattr(assembly, "noise_share", lambda *given: real(*given) / divisor)
+
+    return plant
+
+
+def leave_masked_updates_unclipped(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(play, "plan_transforms", lambda plan: [Clip(1e6)])
+
+
+def share_masked_noise_between_sites(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(masking_site, "gaussian_noise", lambda shape, std, _: gaussian_noise(shape, std, Stream(5)))
+
+
 def tenth_of_metrics_noise(patch: pytest.MonkeyPatch) -> None:
     real = releases.release_metrics
     patch.setattr(
@@ -296,6 +322,10 @@ OTHERS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "updates unclipped": ("site", leave_updates_unclipped),
     "updates unclipped before the server": ("server", leave_updates_unclipped),
     "metrics' noise / 10": ("metrics", tenth_of_metrics_noise),
+    "masked noise / 2": ("masked", divide_masked_noise(2)),
+    "masked noise / 10": ("masked", divide_masked_noise(10)),
+    "masked updates unclipped": ("masked", leave_masked_updates_unclipped),
+    "sites share masked noise": ("masked", share_masked_noise_between_sites),
 }
 SLOW = ("fedmp",)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -176,6 +177,16 @@ def test_metrics_are_charged_to_patients_who_are_known() -> None:
     make_plan(draft)
     with pytest.raises(RecipeError, match="9 validation images name no patient"):
         make_plan(replace(draft, config=replace(draft.config, metrics="count")))
+
+
+def test_the_images_of_a_patient_are_counted_in_every_part() -> None:
+    setup = Experiment(tiny(data=VIEWS, privacy={"noise": 2.0, "delta": 1e-3})).setup
+    assert setup.plan is not None
+    for name, size in setup.plan.site_sizes.items():
+        site = setup.sites[name]
+        most = [max(Counter(part.patients or ()).values()) for part in (site.train, site.validation, site.test)]
+        assert [size.largest, size.largest_validation, size.largest_test] == most
+        assert (size.with_tests().largest, size.unnamed_test) == (max(most[0], most[2]), 0)
 
 
 def test_a_group_is_for_patients() -> None:

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -203,6 +203,35 @@ def test_the_same_round_from_the_same_state_is_paid_once_from_another_again() ->
     assert sum(s.times for s in again.total_spends()["a"]) == 20
 
 
+@pytest.mark.parametrize("rounds", [1, 5])
+@pytest.mark.parametrize("unit", ["image", "site"])
+def test_a_round_that_is_charged_again_counts_before_it_is_allowed(unit: Any, rounds: int) -> None:
+    """The last round is cut off again and again: every attempt is another release, here for noise at the server and
+    for sites with a memory. What is spent stays within what was promised."""
+    at: Literal["site", "server"] = "server" if unit == "site" else "site"
+    promised = PrivacyConfig(unit=unit, epsilon=3.0, delta=DELTA, noise_at=at)
+    state: Bundle = {"model": {"w": torch.zeros(3)}}
+    noise = make_plan(draft(promised, rounds)).noise_of("b")
+    for config in (promised, replace(promised, noise=1.3 * noise)):
+        guard = PrivacyBudget(make_plan(draft(config, rounds)), Stream(1))
+        for round in range(1, rounds + 1):
+            assert guard.can_afford(round, ["a", "b"], state)
+            guard.charge_round(round, ["a", "b"], state, remembered=True)
+        repeats = 0
+        while repeats < 9 and guard.can_afford(rounds, ["a", "b"], state):
+            guard.charge_round(rounds, ["a", "b"], state, remembered=True)
+            repeats += 1
+        assert guard.plan.worst_epsilon(guard.total_spends()) <= 3.0
+        once_more = {site: spend.times for site in "ab" for spend in guard.plan.round_spends(site)}
+        dearer = {
+            site: [replace(s, times=s.times + once_more[site]) for s in spends]
+            for site, spends in guard.total_spends().items()
+        }
+        assert guard.plan.worst_epsilon(dearer) > 3.0, "one more could have been paid"
+        assert repeats or config is promised or rounds == 1
+        assert not repeats or config is not promised
+
+
 @pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"cross-site", "elastic", "fed-align", "fraug"}))
 def test_every_algorithm_trains_privately(algorithm: str) -> None:
     method = NEEDED.get(algorithm, {}).get("algorithm", algorithm)
@@ -353,12 +382,11 @@ def test_less_noise_than_was_priced_ends_in_an_error() -> None:
         experiment.run()
 
 
-def test_noise_is_named_by_run_site_round_and_what_was_received() -> None:
-    def named(seed: int = 1, weight: float = 0.0, sigma: float = 1.0, **fields: Any) -> Stream:
-        order = {"run": "r", "site": "a", "round": 1, **fields}
-        return SitePrivacyLimits(Stream(seed, ("secret",)), (), sigma).noise_stream(
-            Message(order, {"model": {"w": torch.tensor([weight])}})
-        )
+def test_noise_is_named_by_run_site_round_purpose_permission_and_what_was_received() -> None:
+    def named(seed: int = 1, weight: float = 0.0, sigma: float = 1.0, allowed: str = "", **fields: Any) -> Stream:
+        order = {"run": "r", "site": "a", "round": 1, "purpose": "train", **fields}
+        limits = SitePrivacyLimits(Stream(seed, ("secret",)), (), sigma, read_permission=lambda _: allowed)
+        return limits.noise_stream(Message(order, {"model": {"w": torch.tensor([weight])}}))
 
     ways: list[dict[str, Any]] = [
         {},
@@ -368,6 +396,8 @@ def test_noise_is_named_by_run_site_round_and_what_was_received() -> None:
         {"lr": 0.2},
         {"seed": 2},
         {"weight": 1.0},
+        {"purpose": "evaluate"},
+        {"allowed": "2026-01-01"},
     ]
     ways.append({"sigma": 1.1})  # from the same numbers under another scale noise could be taken off
     assert len({named(**way).integer() for way in ways}) == len(ways)
@@ -458,3 +488,18 @@ def test_every_site_can_compute_how_much_noise_its_metrics_need() -> None:
         needs = [least_metrics_noise(own, count) for own in alone.values()]
         assert plan.metrics_noise == pytest.approx(max(needs), rel=1e-3)
         assert min(needs) < 0.9 * max(needs)
+
+
+def test_metrics_of_a_repeated_round_are_paid_by_the_validation_images() -> None:
+    """Here they are all that has no ε to spare: the noise of training is far more than is needed."""
+    config = PrivacyConfig(epsilon=3.0, delta=DELTA, metrics="count")
+    plan = make_plan(draft(config, sites={"a": 400}))
+    guard = PrivacyBudget(replace(plan, noise=4 * plan.noise), Stream(1))
+    state: Bundle = {"model": {"w": torch.zeros(3)}}
+    for round in (1, 2, 3):
+        assert guard.can_afford(round, ["a"], state)
+        guard.charge_round(round, ["a"], state, remembered=True)
+    assert not guard.can_afford(3, ["a"], state)
+    silent = PrivacyBudget(replace(guard.plan, metrics_noise=math.inf), Stream(1))
+    silent.charged_attempts = guard.charged_attempts
+    assert silent.can_afford(3, ["a"], state)

@@ -259,14 +259,34 @@ def test_a_site_admits_no_run_beyond_its_budget(tmp_path: Path) -> None:
 
 
 def test_a_unit_within_another_may_have_been_at_all_sites_of_a_run(tmp_path: Path) -> None:
-    """A run for whole sites does not say how many hold an image; the server's one sum moves by all of them."""
+    """A run for whole sites does not say how many hold an image; one sum moves by all of them."""
     whole = replace(random_plan(random.Random(7), 3), metrics_noise=math.inf)
     whole = replace(whole, config=replace(whole.config, unit="site"), noise=5.0)
     at_sites = SharedLedger(ledger_of(tmp_path / "sites.jsonl", [whole]).path, "reader", "image").earlier_runs()
     assert worst_epsilon(at_sites, DELTA) == pytest.approx(epsilon([Spend(5.0, times=6)], DELTA))
     server = replace(whole, config=replace(whole.config, noise_at="server"))
-    at_server = SharedLedger(ledger_of(tmp_path / "server.jsonl", [server]).path, "reader", "image").earlier_runs()
-    assert worst_epsilon(at_server, DELTA) >= epsilon([Spend(5.0, times=3, group=2)], DELTA)
+    for name, plan in (("server", server), ("masked", replace(whole, masked=True))):
+        one_sum = SharedLedger(ledger_of(tmp_path / name, [plan]).path, "reader", "image").earlier_runs()
+        assert worst_epsilon(one_sum, DELTA) == pytest.approx(epsilon([Spend(5.0, times=3, group=2)], DELTA))
+        by_site = SharedLedger(tmp_path / name, "reader", "site").earlier_runs()
+        assert worst_epsilon(by_site, DELTA) == pytest.approx(epsilon([Spend(5.0, times=3)], DELTA))
+
+
+def test_a_patient_pays_for_all_test_images_that_were_scored(tmp_path: Path) -> None:
+    """Runs for images, and a site that then asks what they cost its patients, one of whom has thirty test images."""
+    config = PrivacyConfig(epsilon=3, delta=DELTA, metrics="count")
+    size = SiteSize(400, largest=3, largest_validation=3, largest_test=30)
+    plan = make_plan(PrivacyPlan(config, 1.0, (("a",),), {"a": size}, {"a": (Steps(0.05, 20),)}))
+    account = PrivacyAccount(tmp_path, "a", "run", plan, None)
+    account.charge_round(1, "1", account.round_releases(1))
+    account.charge_round(2, "last", account.final_releases(1, 30))
+    spent = price_site_ledger(tmp_path, DELTA)
+    assert spent["patient"] == pytest.approx(epsilon([Spend(plan.metrics_noise, group=30)], DELTA))
+    assert spent["image"] == pytest.approx(3, rel=0.01)
+    nameless = replace(plan, site_sizes={"a": replace(size, unnamed_test=1)})
+    other = PrivacyAccount(tmp_path, "a", "other", nameless, None)
+    other.charge_round(2, "last", other.final_releases(1, 30))
+    assert "whose images are not known" in str(price_site_ledger(tmp_path, DELTA)["patient"])
 
 
 def test_an_image_may_train_at_one_site_and_validate_at_another() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from polyclinic import Recipe
+from polyclinic import Recipe, run
 from polyclinic.core.errors import RecipeError
 from polyclinic.core.types import Bundle
-from polyclinic.privacy.masking.fixed_point import PARAMETERS
+from polyclinic.federation.secure_aggregation.site import MaskingSite
+from polyclinic.privacy.accounting import Spend, epsilon
+from polyclinic.privacy.masking.fixed_point import PARAMETERS, Words, as_tensor
+from polyclinic.privacy.shared_ledger import price_ledger
 from tests.federation.secure_aggregation.played import Play, masked, network_with_statistics as network_with_statistics
 
 SIGMA, CLIP, COLLUDERS, THRESHOLD, SITES = 2.0, 0.5, 1, 4, 5
@@ -58,6 +62,34 @@ def test_epsilon_is_that_of_noise_at_every_site() -> None:
     assert behind is not None
     assert alone is not None
     assert (behind.noise, behind.epsilon) == (alone.noise, alone.epsilon)
+
+
+def test_a_record_at_every_site_moves_the_sum_by_all_of_them(tmp_path: Path) -> None:
+    """What the ledger of a masked run costs an image, which may be at all sites: one noise against K clips."""
+    ledger = tmp_path / "ours.jsonl"
+    run(planned(privacy={**PLAN, "noise": 8.0, "randomness": "secret", "ledger": str(ledger)}))
+    spent = price_ledger(ledger, 1e-3)
+    true = epsilon([Spend(8.0, group=SITES)], 1e-3)
+    assert spent["image"] == spent["patient"] == pytest.approx(true)
+    assert spent["site"] == pytest.approx(epsilon([Spend(8.0)], 1e-3))
+
+
+def test_what_a_site_adds_behind_masks_is_no_longer_than_the_clip() -> None:
+    """Sensitivity: with next to no noise, and steps that are far too long, the integers that are masked."""
+    played = Play(planned(lr=50.0, privacy={**PLAN, "noise": 1e-4}))
+    before, added = MaskingSite._quantise, list[torch.Tensor]()
+
+    def listen(self: MaskingSite, *given: Any) -> dict[str, Words]:
+        vectors = before(self, *given)
+        added.append(as_tensor(vectors["model"]).double() * PARAMETERS.step)
+        return vectors
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MaskingSite, "_quantise", listen)
+        played.play()
+    lengths = [float(vector.norm()) for vector in added]
+    assert len(lengths) == SITES
+    assert lengths == pytest.approx([CLIP] * SITES, rel=0.01)
 
 
 def test_noise_of_two_sites_is_not_the_same() -> None:

@@ -124,14 +124,15 @@ def attacked_engine(name: str, run: CanaryRun, chance: Stream) -> str:
 def _test_releases(run: CanaryRun, heard: Recorder, chance: Stream) -> list[GaussianTest]:
     """Test every kind of release that the plan charges, as far as there is an attack on it."""
     plan = run.plan
-    visited = next(runner for runner in heard.runners.values() if runner.was_visited)
+    runners = [runner for runner in heard.runners.values() if runner.was_visited]
+    visited = max(runners, key=lambda runner: runner.masking.weight if runner.masking else 0.0)
     if plan.config.unit != "site":
         return [*check_weights(run, heard), *check_releases(visited, plan), *check_metrics(visited, plan)]
     clipped = check_update_clip(visited, plan)
     if plan.config.noise_at == "server":
         start = run.setup.algorithm.init(run.setup.federation)
         return [clipped, check_server_noise(plan, start, chance.child("server"))]
-    return [clipped, *check_updates(plan, heard.updates)]
+    return [clipped, *check_updates(plan, heard.updates, run.summands)]
 
 
 def network_of_site(experiment: Experiment, site: SiteId) -> LiveNetwork:

@@ -92,11 +92,13 @@ class PrivacyBudget:
         if earlier != self.plan.earlier:
             self.plan = replace(self.plan, earlier=earlier)
         cap = self.plan.config.epsilon
-        if cap is None or (round, self._release_id(state)) in self.charged_attempts or self._follows_plan(cap):
+        if cap is None or (round, self._release_id(state)) in self.charged_attempts or self._follows_plan(round, cap):
             return True
         spent = self.total_spends()
         spent |= {site: (*spent.get(site, ()), *self.plan.round_spends(site)) for site in cohort}
-        return self.plan.worst_epsilon(spent) <= cap
+        reported = Counter([*cohort, *(site for charged in self.charged_attempts.values() for site in charged)])
+        metrics = self.plan.epsilon_of(self.plan.validation_spends(max(reported.values())))
+        return max(metrics, self.plan.worst_epsilon(spent)) <= cap
 
     def _release_id(self, state: Bundle) -> str:
         """Return a hash of all that a round's release depends on: weights, noise, clip, and the kind of device."""
@@ -105,12 +107,14 @@ class PrivacyBudget:
         terms = f"{hash_tensors(state)}|{noise!r}|{self.plan.config.clip!r}|{device}"
         return hashlib.sha256(terms.encode()).hexdigest()[:16]
 
-    def _follows_plan(self, cap: float) -> bool:
-        """Whether no round was charged twice and the whole plan is within `cap`."""
-        return (
-            len({round for round, _ in self.charged_attempts}) == len(self.charged_attempts)
-            and self.plan.epsilon <= cap
-        )
+    def _follows_plan(self, round: int, cap: float) -> bool:
+        """Whether no round is charged twice, this one included, and the whole plan is within `cap`."""
+        charged = [round, *(other for other, _ in self.charged_attempts)]
+        return len(set(charged)) == len(charged) and self.plan.epsilon <= cap
+
+    def was_charged(self, round: int) -> bool:
+        """Whether an attempt at this round was charged before."""
+        return any(charged == round for charged, _ in self.charged_attempts)
 
     def total_spends(self) -> dict[SiteId, tuple[Spend, ...]]:
         """Return all that this run was charged, by site."""

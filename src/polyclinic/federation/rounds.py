@@ -166,6 +166,11 @@ class Rounds:
         round = progress.round + 1
         if self.budget is None or self.budget.can_afford(round, draw_cohort(self.trainers, self.rules, round), state):
             return True
+        if round == 1 and self.budget.was_charged(round):
+            raise RoundFailed(
+                "round 1 was charged and then cut off, and charged once more it would exceed privacy.epsilon; start "
+                "anew in another folder, or raise privacy.epsilon"
+            )
         if round == 1:
             raise RoundFailed(
                 "privacy.epsilon is too small for one round at this noise; raise privacy.epsilon or privacy.noise"

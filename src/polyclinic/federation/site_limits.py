@@ -6,6 +6,7 @@ A real site also has a policy of its own (`deploy.site.policy`) about what may l
 
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,11 @@ from polyclinic.core import Bundle, EngineError, Fit, Fitted, Part, Refused, Sit
 from polyclinic.federation.job_loop import JobLoop
 from polyclinic.privacy.sampling import rate_and_sums
 from polyclinic.storage import messages
+
+
+def read_no_permission(_: int) -> str:
+    """Return that nobody has let a round be played again, as in every simulation."""
+    return ""
 
 
 @dataclass(frozen=True)
@@ -36,18 +42,23 @@ class SitePrivacyLimits:
     """Whether `Score` jobs are paid for by the plan."""
     seeded: bool = False
     """The secret is drawn from the recipe's seed: then equal recipes and images give equal noise, whatever the run."""
+    read_permission: Callable[[int], str] = read_no_permission
+    """Returns the mark of the permission by which people let a round be played again; "" if it is played at first."""
 
     def noise_stream(self, order: messages.Message, memory: Bundle | None = None, device: str = "cpu") -> Stream:
-        """Return the noise stream of this round.
+        """Return the noise stream of what this order releases.
 
-        It is seeded by everything that the release depends on (weights, memory, learning rate, noise, device):
-        repeating the round exactly repeats its noise and costs nothing; repeating it with any change draws fresh noise.
+        It is seeded by everything that the release depends on (purpose, weights, memory, learning rate, noise, device):
+        repeating the order exactly repeats its noise and costs nothing; repeating it with any change, or after people
+        have allowed the round again, draws fresh noise.
         """
         fields = order.fields
         hashes = messages.hash_tensors(order.tensors), messages.hash_tensors(memory) if memory else ""
         terms = f"{self.min_noise!r}|{fields.get('lr')!r}|{device}"
         run = () if self.seeded else (fields["run"],)
-        return self.secret.child(*run, fields["site"], int(fields["round"]), *hashes, terms)
+        purpose = () if fields["purpose"] == "train" else (fields["purpose"],)  # seeded training keeps its numbers
+        permission = tuple(filter(None, [self.read_permission(int(fields["round"]))]))
+        return self.secret.child(*run, fields["site"], int(fields["round"]), *hashes, terms, *purpose, *permission)
 
     def check_order(self, order: messages.Message, name: SiteId) -> None:
         """Refuse an order for metrics or rounds that the plan does not include."""

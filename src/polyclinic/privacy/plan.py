@@ -161,6 +161,13 @@ class SiteSize:
     """The same of validation images."""
     left_out: int = 0
     """Training images beyond privacy.group, which are not used."""
+    largest_test: int = 1
+    """As `largest`, of test images, of which a real site may release scores."""
+    unnamed_test: int = 0
+
+    def with_tests(self) -> "SiteSize":
+        """Return the same numbers where a patient's test images are released as well."""
+        return replace(self, largest=max(self.largest, self.largest_test), unnamed=self.unnamed + self.unnamed_test)
 
 
 @dataclass(frozen=True)
@@ -187,10 +194,20 @@ class PrivacyPlan:
     """The costs of earlier runs on the same images, of a shared ledger."""
     site_noise: Mapping[SiteId, float] = field(default_factory=dict)
     """The noise of each site, where it is not the same at all."""
+    masked: bool = False
+    """Whether sites' updates are read as a sum only (`privacy.transforms.mask`)."""
 
     @property
     def has_guarantee(self) -> bool:
         return not self.no_guarantee_reason
+
+    @property
+    def releases_sums(self) -> bool:
+        """Whether a round of unit site releases one sum over its sites with one noise: at the server, or behind masks.
+
+        Behind masks this noise is what sites add of whom as few are left as may be, without those that collude.
+        """
+        return self.config.unit == "site" and (self.masked or self.config.noise_at == "server")
 
     @property
     def images_per_patient(self) -> int | None:

@@ -29,6 +29,8 @@ PrivacyCharge: TypeAlias = dict[str, Any]
 `metrics`: the `Spend`s of a validation image."""
 UNITS: tuple[Unit, ...] = ("image", "patient", "site")
 """From the smallest to the largest."""
+ONE_SUM = "the sum of all sites"
+"""Stands for the sites of a round that releases one sum with one noise."""
 
 
 class SharedLedger:
@@ -86,9 +88,10 @@ class SharedLedger:
         metrics: list[Spend] = []
         for row in rows:
             group = self._group_of(row) or self._refuse_unit(row)
-            if row["at_server"] and row["unit"] != self.unit:  # one sum, which a record at all sites moves so far
-                group *= int(row["all_sites"])
-            for site, spends in row["privacy"]["sites"].items():
+            charged = row["privacy"]["sites"]
+            if row.get("one_sum", True) and row["unit"] != self.unit:  # which a record at all its sites moves so far
+                charged, group = {ONE_SUM: next(iter(charged.values()), [])}, group * len(charged)
+            for site, spends in charged.items():
                 spent[site] += (_in_groups(Spend(*spend), group) for spend in spends)
             metrics += (_in_groups(Spend(*spend), group) for spend in row["privacy"].get("metrics", ()))
         counted = rows[0]["unit"] == self.unit or (rows[0]["unit"], self.unit) == ("patient", "image")
@@ -127,7 +130,7 @@ class SharedLedger:
                 neighbours=plan.config.neighbours,
                 holders=plan.max_sites_per_record,
                 all_sites=len(plan.site_sizes),
-                at_server=plan.config.noise_at == "server",
+                one_sum=plan.releases_sums,
                 group=plan.images_per_patient,
                 privacy=privacy,
             )

@@ -144,9 +144,9 @@ def assemble(
     setup = RunSetup(recipe, dataset, module, networks, sites, held_out, public, federation, algorithm)
     if recipe.privacy is None:
         return replace(setup, transforms=tuple(stages))
-    plan = make_plan(setup)
+    plan = replace(make_plan(setup), masked=mask_of(stages) is not None)
     algorithm = networks.wrap_algorithm(recipe.build_algorithm(plan.private_options()))
-    return replace(setup, plan=plan, algorithm=algorithm, transforms=(*plan_transforms(plan, mask_of(stages)), *stages))
+    return replace(setup, plan=plan, algorithm=algorithm, transforms=(*plan_transforms(plan), *stages))
 
 
 def price_plan(draft: RunSetup, folder: Path | None, earlier: tuple[RunCost, ...] = ()) -> PrivacyPlan:

@@ -37,7 +37,6 @@ from polyclinic.privacy.plan import (
 )
 from polyclinic.privacy.transforms.base import UpdateTransform
 from polyclinic.privacy.transforms.clip import Clip
-from polyclinic.privacy.transforms.mask import Mask
 from polyclinic.privacy.transforms.noise import Noise
 from polyclinic.privacy.worst_case import RunCost
 from polyclinic.runs.networks import recipe_for_site
@@ -112,16 +111,16 @@ def placeholder_private(config: PrivacyConfig) -> Private | None:
     return None if config.unit == "site" else private_options(config, 1.0)
 
 
-def plan_transforms(plan: PrivacyPlan, mask: Mask | None = None) -> list[UpdateTransform]:
+def plan_transforms(plan: PrivacyPlan) -> list[UpdateTransform]:
     """Return the transforms of a plan for unit site, which come before the recipe's own.
 
-    Behind a `mask` each site adds its share of the noise to the integers that are
-    masked (`federation.secure_aggregation.assembly`).
+    Behind masks each site adds its share of the noise to the integers that are masked
+    (`federation.secure_aggregation.assembly`).
     """
     config = plan.config
     if config.unit != "site":
         return []
-    if mask is not None:
+    if plan.masked:
         return [Clip(config.clip_norm, RELEASED)]
     std = plan.noise * config.clip_norm if config.noise_at == "site" else 0.0
     return [Clip(config.clip_norm, RELEASED, std), *([Noise(std, RELEASED)] if config.noise_at == "site" else [])]
@@ -208,9 +207,12 @@ def check_no_shared_statistics(network: LiveNetwork, algorithm: Algorithm, key: 
 
 def _site_size(site: SiteData, group: int | None) -> SiteSize:
     """Count a site's images. `group`: the declared bound on the images of a patient who is not named."""
-    counted = [(count_unnamed(part), max_images_per_patient(part)) for part in (site.train, site.validation)]
-    largest, largest_validation = (max(most, group or 1) if unnamed else most for unnamed, most in counted)
-    return SiteSize(len(site.train), largest, largest_validation, counted[0][0], counted[1][0], site.left_out)
+    parts = site.train, site.validation, site.test
+    unnamed = [count_unnamed(part) for part in parts]
+    largest = [max(max_images_per_patient(part), (group or 1) if unnamed[n] else 1) for n, part in enumerate(parts)]
+    return SiteSize(
+        len(site.train), largest[0], largest[1], unnamed[0], unnamed[1], site.left_out, largest[2], unnamed[2]
+    )
 
 
 def max_sites_per_record(sites: Mapping[SiteId, SiteData], config: PrivacyConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import yaml
 
 from polyclinic import Recipe
 from polyclinic.config.identity import predicted_parts
-from polyclinic.core import Bundle
+from polyclinic.core import Bundle, Part
 from polyclinic.core.errors import RecipeError, Refused
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
@@ -29,6 +30,7 @@ from polyclinic.deploy.site.policy import (
 from polyclinic.deploy.site.release_log import ReleaseLog, RotatingLog
 from polyclinic.deploy.site.scores import read_kept_scores
 from polyclinic.federation.rounds import Rounds
+from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.privacy.accounting import Spend, epsilon
 from polyclinic.privacy.plan import least_metrics_noise
 from polyclinic.runs.experiment import Experiment
@@ -309,6 +311,71 @@ def test_a_round_is_charged_before_it_is_played(home: Path) -> None:
     assert [list(row["kinds"]) for row in desk.releases.read_entries()] == [["failure"]]
 
 
+COUNTED = {"privacy": {**WISH, "metrics": "count"}, "rounds": 2}
+
+
+def charged(desk: SiteMessageHandler) -> list[tuple[int, str, set[str]]]:
+    """Round, purpose and payers of every row of a site's ledger."""
+    rows = Ledger(desk.config.folder / "ledger.jsonl").read()
+    return [(row["round"], row["privacy"]["of"].partition("-")[0], set(row["privacy"]["sites"])) for row in rows]
+
+
+def test_a_round_and_an_evaluation_of_its_number_are_charged_both(home: Path) -> None:
+    """Train 1, evaluate 2, then train 2, which people have allowed; and the same order once more costs nothing."""
+    made = simulation(recipe(**COUNTED), home)
+    desk, state = ApprovingHandler(config(home, "hill", "both purposes")), first_state(made)
+    assert said(desk.answer_message(beginning(made, "hill")))["ready"]
+    rounds = loop(made, Crossing({}))
+    asks: list[tuple[str, int, list[Part]]] = [
+        ("train", 1, ["validation"]),
+        ("evaluate", 2, ["test"]),
+        ("train", 2, []),
+    ]
+    orders = [rounds.prepare_outbox(purpose, n, state, ["hill"], parts)["hill"] for purpose, n, parts in asks]
+    assert "failure" not in said(desk.answer_message(orders[0]))
+    assert "scores" in said(desk.answer_message(orders[1]))
+    allow_round(desk.config.folder / "runs" / made.run_id(), 2)
+    for _ in range(2):
+        assert "failure" not in said(desk.answer_message(orders[2]))
+    paid = {"hill", "validation"}
+    assert charged(desk) == [(1, "train", paid), (2, "evaluate", {"test"}), (2, "train", paid)]
+    assert desk.releases.read_entries()[-1]["epsilon"] == pytest.approx(epsilon(spends(2), 1e-3), abs=1e-6)
+
+
+def test_a_round_that_was_charged_and_cut_off_pays_for_no_evaluation(home: Path) -> None:
+    made = simulation(recipe(**COUNTED), home)
+    desk, state = ApprovingHandler(config(home, "hill", "cut off")), first_state(made)
+    assert said(desk.answer_message(beginning(made, "hill")))["ready"]
+    rounds = loop(made, Crossing({}))
+    assert "failure" not in said(desk.answer_message(rounds.prepare_outbox("train", 1, state, ["hill"], [])["hill"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SiteRunner, "start_local", lambda *_: 1 / 0)
+        with suppress(ZeroDivisionError):
+            desk.answer_message(rounds.prepare_outbox("train", 2, state, ["hill"], [])["hill"])
+    told = said(desk.answer_message(rounds.prepare_outbox("evaluate", 2, state, ["hill"], ["test"])["hill"]))
+    assert "scores" in told
+    assert [(number, purpose) for number, purpose, _ in charged(desk)] == [(1, "train"), (2, "train"), (2, "evaluate")]
+
+
+def test_a_round_that_people_allow_again_has_other_noise_and_is_charged_again(home: Path) -> None:
+    """The very same order, after another one: with its former noise a second sum behind masks could be compared."""
+    made = simulation(recipe(privacy=WISH, rounds=2), home)
+    desk, state = ApprovingHandler(config(home, "hill", "allowed again")), first_state(made)
+    assert said(desk.answer_message(beginning(made, "hill")))["ready"]
+    rounds = loop(made, Crossing({}))
+    first, second = (rounds.prepare_outbox("train", n, state, ["hill"], [])["hill"] for n in (1, 2))
+    replies = [messages.decode(desk.answer_message(order)) for order in (first, first, second)]
+    assert messages.hash_tensors(replies[0].tensors) == messages.hash_tensors(replies[1].tensors)
+    assert len(charged(desk)) == 2, "a repeated order is the same reply"
+    allow_round(desk.config.folder / "runs" / made.run_id(), 1)
+    replies += [messages.decode(desk.answer_message(order)) for order in (first, second, first, second)]
+    assert [messages.hash_tensors(reply.tensors) for reply in replies[3:5]] == [
+        messages.hash_tensors(reply.tensors) for reply in replies[5:]
+    ]
+    assert len({messages.hash_tensors(reply.tensors) for reply in replies}) == 4
+    assert [number for number, _, _ in charged(desk)] == [1, 2, 1, 2]
+
+
 def test_a_ledger_that_lost_rows_ends_all_private_work(home: Path) -> None:
     made = simulation(recipe(privacy=WISH, rounds=2), home)
     desk = ApprovingHandler(config(home, "hill", "lost", **budget(2)))
@@ -397,6 +464,26 @@ def test_where_noise_is_given_every_site_takes_the_honest_noise_on_metrics(tmp_p
         assert validation <= own.epsilon_of(own.run_spends()[site]) * 1.001
     assert min(needs) < 0.95 * max(needs)
     assert made.setup.plan.metrics_noise == pytest.approx(max(needs), rel=1e-3)
+
+
+@pytest.mark.parametrize("lie", ["noise", "metrics_noise", "epsilon"])
+@pytest.mark.parametrize(("factor", "refused"), [(0.99, True), (1.01, False)])
+def test_a_promise_is_kept_to_the_percent(lie: str, factor: float, refused: bool, home: Path) -> None:
+    """One percent less noise than the recipe promises is refused, one more is not; so it is with ε itself."""
+
+    def promising(most: float) -> Experiment:
+        return simulation(recipe(privacy={"delta": 1e-3, "epsilon": most, "metrics": "count"}, rounds=2), home)
+
+    plan = promising(3.0).setup.plan
+    assert plan is not None
+    honest = {"noise": plan.noise_of("hill"), "metrics_noise": plan.metrics_noise, "holders": 1}
+    if lie != "epsilon":
+        honest[lie] *= factor
+    made = promising(3.0 * factor if lie == "epsilon" else 3.0)
+    desk = ApprovingHandler(config(home, "hill", f"percent {lie} {factor}"))
+    reply = said(desk.answer_message(beginning(made, "hill", {"plan": honest})))
+    assert ("failure" in reply) == refused
+    assert not refused or "too little for what the recipe promises" in reply["why"]
 
 
 def test_a_promise_holds_where_cohorts_hide_how_often_a_site_takes_part(home: Path) -> None:

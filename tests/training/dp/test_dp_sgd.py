@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from polyclinic import run
 from polyclinic.core.errors import EngineError, RecipeError
 from polyclinic.core.jobs import Fit, Fitted, Step
 from polyclinic.core.network import Network
@@ -27,6 +29,8 @@ from polyclinic.training.dp.secure_random import draw_normals
 from polyclinic.training.fit import fit
 from polyclinic.training.losses import corrected_loss, proximal_loss, task_loss
 from polyclinic.training.network import LiveNetwork, copy_module_weights
+from polyclinic.training.stacked.optimisers import STEP_PRE_HOOKS
+from tests.small import tiny
 from tests.training.jobs import at_round, job
 
 STREAM, SECRET = Stream(7, ("here",)), Stream(11, ("secret",))
@@ -385,3 +389,27 @@ def test_runs_differ_by_their_secret_alone() -> None:
     one, same, other = (ended(training, s).weights["model"]["head.weight"] for s in (SECRET, SECRET, Stream(12)))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("engine", ["local", "stacked"])
+def test_no_noise_is_used_twice_in_a_run(engine: str) -> None:
+    """Over sites, rounds and steps, as optimisers receive it: far more noise than images move."""
+    heard: list[Tensor] = []
+
+    def hear_one(optimiser: torch.optim.Optimizer, *_: object) -> None:
+        found = [p.grad for group in optimiser.param_groups for p in group["params"] if p.grad is not None]
+        heard.append(torch.cat([gradient.flatten() for gradient in found]).clone())
+
+    def hear_stack(_: object, __: object, gradients: dict[str, Tensor], ___: object) -> None:
+        heard.extend(torch.cat([gradients[name].flatten(1) for name in sorted(gradients)], 1).clone())
+
+    handle = register_optimizer_step_pre_hook(hear_one)
+    STEP_PRE_HOOKS.append(hear_stack)
+    try:
+        run(tiny(privacy={"noise": 1e3, "delta": 1e-3}, engine__name=engine))
+    finally:
+        handle.remove()
+        STEP_PRE_HOOKS.remove(hear_stack)
+    assert len(heard) >= 3 * 2 * 2, "three sites, two rounds, and steps"
+    related = torch.corrcoef(torch.stack(heard)) - torch.eye(len(heard))
+    assert float(related.abs().max()) < 7 / math.sqrt(heard[0].numel())

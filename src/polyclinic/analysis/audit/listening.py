@@ -28,7 +28,10 @@ from polyclinic.core import (
 from polyclinic.data.examples import SiteData
 from polyclinic.federation.engines import Answer, Engine
 from polyclinic.federation.job_loop import JobLoop
+from polyclinic.federation.secure_aggregation.cohort import MASKS, Cohort
 from polyclinic.federation.site_runner import SiteRound, SiteRunner
+from polyclinic.privacy.masking.fixed_point import as_words, restore_group
+from polyclinic.privacy.transforms.mask import SUM
 from polyclinic.storage.messages import Message
 from polyclinic.training.data_order import schedule_steps
 from polyclinic.training.dp.dp_sgd import ZeroLossNetwork, expected_batch_size, sampling_rate
@@ -77,6 +80,8 @@ class OverheardUpdate:
     before: Tensors
     after: Tensors
     received: Tensors
+    weight: float = 1.0
+    """The site's weight in the sum of which it is a part, where updates are masked."""
 
 
 class ListeningRunner(SiteRunner):
@@ -134,9 +139,22 @@ class ListeningRunner(SiteRunner):
     ) -> Message:
         reply = super().finish_round(site_round, update, memory, stack_size, unstacked_reason)
         if not self.is_blank and self.transforms:
-            self.recorder.hear_update(self.name, site_round, update.tensors, reply.tensors)
+            left = self.read_model(site_round, reply, update.tensors["model"])
+            self.recorder.hear_update(self.name, site_round, update.tensors["model"], left, self._weight(site_round))
         self.recorder.stacked = max(self.recorder.stacked, stack_size)
         return reply
+
+    def read_model(self, site_round: SiteRound, reply: Message, like: Tensors) -> Tensors:
+        """Return the model as it leaves the site: of an update that is masked, its part of the sum, without masks."""
+        left, received = reply.tensors["model"], site_round.order.tensors["model"]
+        return left if self.masking is None else restore_group("model", as_words(left[SUM]), received, like, 1.0)
+
+    def _weight(self, site_round: SiteRound) -> float:
+        if self.masking is None or "model" in self.masking.unweighted:
+            return 1.0
+        fields = site_round.order.fields
+        cohort = Cohort.from_json(fields["run"], fields["round"], fields[MASKS]["keys"])
+        return self.masking.weight / cohort.largest_weight
 
     @contextmanager
     def without_images(self) -> Iterator[None]:
@@ -228,10 +246,10 @@ class Recorder:
             seats, first, {n: (t.numel(), float(t.square().sum())) for n, t in sums.items()}
         )
 
-    def hear_update(self, site: SiteId, site_round: SiteRound, before: Bundle, after: Bundle) -> None:
-        kinds = (before["model"], after["model"], site_round.order.tensors["model"])
+    def hear_update(self, site: SiteId, site_round: SiteRound, before: Tensors, after: Tensors, weight: float) -> None:
+        kinds = (before, after, site_round.order.tensors["model"])
         copies = [{n: t.detach().cpu() for n, t in kind.items() if t.is_floating_point()} for kind in kinds]
-        self.updates.setdefault(site, []).append(OverheardUpdate(*copies))
+        self.updates.setdefault(site, []).append(OverheardUpdate(copies[0], copies[1], copies[2], weight))
 
 
 def _data_free_gradients(objective: Objective, model: Tensors, reference: Bundle) -> Tensors:

@@ -15,9 +15,11 @@ from polyclinic.core import POOLED, SiteId, Stream
 from polyclinic.data.examples import SiteData
 from polyclinic.federation.progress import Progress, RoundOptions
 from polyclinic.federation.rounds import Rounds
+from polyclinic.federation.secure_aggregation.assembly import mask_of
 from polyclinic.federation.server_state import canonical_layout
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.privacy.plan import PrivacyPlan
+from polyclinic.privacy.transforms.mask import Mask
 from polyclinic.runs.assemble import RunSetup, price_plan, round_options
 from polyclinic.runs.engines.choice import make_engine
 from polyclinic.runs.networks import Networks
@@ -45,6 +47,19 @@ class CanaryRun:
         assert self.setup.plan is not None
         return self.setup.plan
 
+    @property
+    def mask(self) -> Mask | None:
+        """The stage by which sites share the noise of unit site. The integers are the same without masks, which would
+        hide them from the attacker; None where sites do not share their noise.
+        """
+        found = mask_of(self.setup.transforms) if self.plan.releases_sums else None
+        return found and replace(found, masks=False)
+
+    @property
+    def summands(self) -> int:
+        """How many sites' updates must have the noise of the plan together."""
+        return 1 if self.mask is None else self.mask.noise_summands
+
     def play(self, engine: str, secret: Stream, rounds: int) -> Recorder:
         """Play the first rounds on this engine, and return what was overheard. `secret`: the source of all noise."""
         setup, options = self.setup, self.setup.recipe.engine
@@ -60,7 +75,8 @@ class CanaryRun:
             TwinEngine(inner, runners.values(), TWICE if self.members else 0),
             self._rules(),
             RamJournal(),
-            transforms=plan_transforms(self.plan),
+            transforms=[*plan_transforms(self.plan), *([self.mask] if self.mask else [])],
+            peers=next((runner.masking.peers for runner in runners.values() if runner.masking), None),
         )
         state, progress = setup.algorithm.init(setup.federation), Progress()
         state = canonical_layout(state, state)
@@ -70,10 +86,14 @@ class CanaryRun:
         return recorder
 
     def _listening_runner(self, own: SiteRunner) -> ListeningRunner:
-        """Return the same runner, overheard. What the recipe does to an update after the plan is left out."""
-        return ListeningRunner(
-            own.name, own.images, own.algorithm, own.networks, own.memory, plan_transforms(self.plan), own.limits
-        )
+        """Return the same runner, overheard. What the recipe does to an update after the plan is left out, but for the
+        sum among whose sites the noise of unit site is shared.
+        """
+        stages, masking = plan_transforms(self.plan), None
+        if self.mask is not None and own.masking is not None:
+            masking = replace(own.masking, options=self.mask)
+        images, networks = own.images, own.networks
+        return ListeningRunner(own.name, images, own.algorithm, networks, own.memory, stages, own.limits, masking)
 
     def _rules(self) -> RoundOptions:
         """Return the rules of the run, without evaluations; a site that fails ends the audit."""

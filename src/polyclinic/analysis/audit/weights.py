@@ -1,7 +1,8 @@
 """Tests of what a run was overheard to release: the noised sums of its training jobs, or whole updates."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -131,27 +132,39 @@ def training_epsilon(plan: PrivacyPlan, site: SiteId, rounds: int) -> float:
     return plan.epsilon_of([spend.repeated(played) for spend in job_spends(plan, site)])
 
 
-def check_updates(plan: PrivacyPlan, updates: Mapping[SiteId, Sequence[OverheardUpdate]]) -> list[GaussianTest]:
-    """Test the noise on whole updates, less the updates as they should have been clipped (unit site)."""
+def check_updates(
+    plan: PrivacyPlan, updates: Mapping[SiteId, Sequence[OverheardUpdate]], summands: int = 1
+) -> list[GaussianTest]:
+    """Test the noise on whole updates, less the updates as they should have been clipped (unit site).
+
+    `summands`: the number of sites whose updates must have the noise of the plan together, where they are masked.
+    """
     kind, std = UPDATES, plan.noise * plan.config.clip_norm
-    noises = [_flatten(_residual(each, plan.config.clip_norm)) / std for each in _all(updates)]
+    by_round = [
+        [_residual(each, plan.config.clip_norm) for each in heard if each is not None]
+        for heard in zip_longest(*updates.values())
+    ]
+    sums = [each for number, parts in enumerate(by_round) for each in _add_residuals(parts, summands, number)]
+    noises = [_flatten(each) / std for each in sums]
     squares, count = sum(float(np.square(noise).sum()) for noise in noises), sum(map(len, noises))
     by_name: dict[str, list[Tensor]] = defaultdict(list)
-    for each in _all(updates):
-        for name, tensor in _residual(each, plan.config.clip_norm).items():
+    for each in sums:
+        for name, tensor in each.items():
             by_name[name].append(tensor.flatten())
     layers = [
         check_deviation(kind, f"noise of {name}", float(torch.cat(t).square().sum()) / std**2, sum(map(len, t)))
         for name, t in sorted(by_name.items())
     ]
     kept = [noise[:8192] for noise in _thin_out(noises, MOST_VECTORS)]
+    parts = _thin_out([part for parts in by_round for part in parts], MOST_VECTORS)
+    alone = [_flatten(part)[:8192] / std for part in parts]
     return [
         check_deviation(kind, "noise", squares, count),
         *layers,
         check_normality(
             kind, np.concatenate([noise / max(float(np.sqrt(np.mean(noise**2))), 1e-30) for noise in kept])
         ),
-        check_independence(kind, "noise shared between sites or rounds", kept),
+        check_independence(kind, "noise shared between sites or rounds", alone),
     ]
 
 
@@ -159,12 +172,16 @@ def _residual(update: OverheardUpdate, clip: float) -> Tensors:
     """Return what left less the update clipped to this length, by (12) of `privacy.transforms.clip`."""
     moved = {name: tensor.double() - update.received[name].double() for name, tensor in update.before.items()}
     length = float(torch.cat([t.flatten() for t in moved.values()]).norm())
-    share = min(1.0, clip / max(length, 1e-30))
+    share = update.weight * min(1.0, clip / max(length, 1e-30))
     return {n: update.after[n].double() - update.received[n].double() - t * share for n, t in moved.items()}
 
 
-def _all(updates: Mapping[SiteId, Sequence[OverheardUpdate]]) -> Iterable[OverheardUpdate]:
-    return (each for site in updates.values() for each in site)
+def _add_residuals(parts: Sequence[Tensors], summands: int, turn: int) -> Iterator[Tensors]:
+    """Yield sums of so many sites' parts of a round, each part in one of them at most; `turn`: where to begin."""
+    turned = [parts[(place + turn) % len(parts)] for place in range(len(parts))]
+    for first in range(0, len(parts) - summands + 1, summands):
+        together = turned[first : first + summands]
+        yield {name: torch.stack([part[name] for part in together]).sum(0) for name in together[0]}
 
 
 def _flatten(tensors: Tensors) -> Samples:

@@ -36,7 +36,7 @@ from polyclinic.deploy.site.message_checks import (
     read_run_id,
     read_terms,
 )
-from polyclinic.deploy.site.orders import Order, OrderBook, RunHistory, RunRules
+from polyclinic.deploy.site.orders import Order, OrderBook, RunHistory, RunRules, read_permission
 from polyclinic.deploy.site.participation import Participation, ReleasePreview, RunTerms
 from polyclinic.deploy.site.peers import load_peers
 from polyclinic.deploy.site.policy import (
@@ -375,6 +375,7 @@ class SiteMessageHandler:
             DiskMemory(run / "memory"),
             lambda: self.keys.read_run_key(run),
             self._find_identity(run),
+            lambda round: read_permission(run, round),
         )
         return self._open
 

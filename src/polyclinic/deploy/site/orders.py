@@ -214,6 +214,12 @@ def read_permit(folder: Path) -> dict[str, Any] | None:
         raise StoreError(f"{folder / PERMIT} is damaged ({error}); allow the round again") from None
 
 
+def read_permission(folder: Path, round: int) -> str:
+    """Return the mark of the permission by which a round of a run is played; "" if nobody allowed it once more."""
+    permit = read_permit(folder)
+    return permit["mark"] if permit is not None and round >= permit["round"] else ""
+
+
 def allow_round(folder: Path, round: int) -> None:
     """Let the server of a run ask for this round next, whatever was answered; `folder`: the run's own.
 

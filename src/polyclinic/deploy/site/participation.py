@@ -46,6 +46,7 @@ from polyclinic.federation.engines.local import keep_freed_memory
 from polyclinic.federation.job_loop import JobLoop
 from polyclinic.federation.rounds import draw_cohort
 from polyclinic.federation.secure_aggregation.assembly import SiteIdentity, mask_of
+from polyclinic.federation.site_limits import read_no_permission
 from polyclinic.federation.site_runner import SiteRunner, drive_jobs
 from polyclinic.federation.update_check import split_predictions
 from polyclinic.privacy.plan import PrivacyConfig, PrivacyPlan, least_metrics_noise
@@ -123,6 +124,7 @@ class Participation:
         memory: Where the site's memory of the run is kept.
         read_key: Returns the run's key, whence its noise comes; called before the first round.
         identity: What the site needs to mask its updates, if it knows other sites' keys.
+        read_permission: Returns the mark of the permission by which a round is played again, as in `SitePrivacyLimits`.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class Participation:
         memory: SiteMemory,
         read_key: Callable[[], int],
         identity: SiteIdentity | None = None,
+        read_permission: Callable[[int], str] = read_no_permission,
     ) -> None:
         self.config, self.terms, self.site = config, terms, config.site
         self.recipe = recipe = _choose_device(terms.recipe, config)
@@ -140,6 +143,7 @@ class Participation:
         keep_freed_memory()
         self.setup = assemble(recipe, dataset, self._make_plan, site=self.site, run_sites=len(terms.sites) or None)
         self._memory, self._read_key, self._identity = memory, read_key, identity
+        self._read_permission = read_permission
 
     @cached_property
     def runner(self) -> SiteRunner:
@@ -149,7 +153,10 @@ class Participation:
                 f"{self.site} has no keys of other sites, without which it masks nothing; ask the coordinator for the "
                 "list of sites of a new kit",
             )
-        return self.setup.make_runner(self.site, self._memory, self._noise_secret(), self._identity)
+        runner = self.setup.make_runner(self.site, self._memory, self._noise_secret(), self._identity)
+        if runner.limits is not None:
+            runner.limits = replace(runner.limits, read_permission=self._read_permission)
+        return runner
 
     @property
     def mask(self) -> Mask | None:
@@ -285,9 +292,8 @@ class Participation:
         """Train for a round, after charging it to the site's ledger; after `check_order`, and before `check_reply`."""
         site_round = self.runner.begin_round(message)
         if self.account is not None:
-            assert site_round.site.secret is not None
             charge = self.account.round_releases(len(site_round.report))
-            self.account.charge_round(site_round.site.round, f"{site_round.site.secret.integer():016x}", charge)
+            self.account.charge_round(site_round.site.round, _charge_name(message, site_round.site.secret), charge)
         update, memory = drive_jobs(
             self._check_jobs(self.runner.start_local(site_round)),
             lambda job, number: self.runner.run_job(job, site_round, number),
@@ -327,7 +333,7 @@ class Participation:
         tests = self.setup.sites[self.site].test
         largest = max(max_images_per_patient(tests), plan.config.group or 1)
         charge = self.account.final_releases(len(models), largest)
-        self.account.charge_round(int(message.fields["round"]), f"{secret.integer():016x}", charge)
+        self.account.charge_round(int(message.fields["round"]), _charge_name(message, secret), charge)
         return noised_scores(groups, models, plan.metrics_noise, secret)
 
     def check_reply(self, reply: messages.Message) -> dict[str, int]:
@@ -459,6 +465,12 @@ class Participation:
             "the server chooses the weights that they are made with"
         )
         yield ReleasePreview(PREDICTIONS, "after the last round", {}, rounded_bytes(tests, classes), why)
+
+
+def _charge_name(message: messages.Message, secret: Stream | None) -> str:
+    """Return the name of a release in the ledger: its purpose, and the stream of its noise."""
+    assert secret is not None
+    return f"{message.fields['purpose']}-{secret.integer():016x}"
 
 
 def _choose_device(recipe: Recipe, config: SiteConfig) -> Recipe:

@@ -14,7 +14,7 @@ from polyclinic.core import DataError, Refused, RoundFailed, SiteId, StoreError
 from polyclinic.deploy.site.policy import Budget
 from polyclinic.evaluation.rows import group_pairs
 from polyclinic.privacy.accounting import Spend
-from polyclinic.privacy.plan import PrivacyPlan, Unit
+from polyclinic.privacy.plan import PrivacyPlan, SiteSize, Unit
 from polyclinic.privacy.shared_ledger import SharedLedger, price_ledger
 from polyclinic.privacy.worst_case import RunCost, run_cost, worst_epsilon
 from polyclinic.storage.files import write_json
@@ -99,13 +99,18 @@ class PrivacyAccount:
         try:
             seen = self._site_ledger().enter_charge(
                 round,
-                replace(self.plan, max_sites_per_record=1),
+                replace(self.plan, max_sites_per_record=1, site_sizes=self._sizes_of(charge)),
                 {"of": of, "sites": spent_by},
                 lambda earlier: self._is_within_budget(total, earlier),
             )
         except RoundFailed:
             raise Refused("budget", f"the privacy budget of {self.site} cannot pay round {round}") from None
         write_json(self._seen, list(seen))
+
+    def _sizes_of(self, charge: Charge) -> Mapping[SiteId, SiteSize]:
+        """Return the numbers of images that a charge is about: of test images, too, where it is for their scores."""
+        sizes = self.plan.site_sizes
+        return {site: size.with_tests() for site, size in sizes.items()} if TEST in charge else sizes
 
     def epsilon_spent(self) -> float:
         """The ε of everything this site has released, in all runs of this unit."""

@@ -97,9 +97,8 @@ def noise_share(mask: Mask, plan: PrivacyPlan | None, parameters: int) -> float:
     """Return the standard deviation of the noise that each site adds to its update, by (1); 0 without such a plan."""
     if plan is None or plan.config.unit != "site":
         return 0.0
-    assert mask.threshold is not None  # a recipe without it is refused
     reach = plan.config.clip_norm + PARAMETERS.step * math.sqrt(parameters) / 2
-    share = plan.noise * reach / math.sqrt(mask.threshold - mask.colluders)
+    share = plan.noise * reach / math.sqrt(mask.noise_summands)
     if share < FINEST * PARAMETERS.step:
         raise RecipeError(
             f"the noise of a site, {share:.2g}, is too small for the integers that are masked; raise privacy.clip"

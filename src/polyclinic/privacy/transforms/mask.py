@@ -41,6 +41,12 @@ class Mask:
         if self.neighbours is not None and self.neighbours % 2:
             raise RecipeError(f"mask.neighbours is {self.neighbours}, but should be even: half of them on either side")
 
+    @property
+    def noise_summands(self) -> int:
+        """The least number of honest sites in a sum, among which the noise of a plan for unit site is shared."""
+        assert self.threshold is not None  # a recipe with such a plan and without a threshold is refused
+        return self.threshold - self.colluders
+
     def threshold_of(self, sites: int) -> int:
         """Return how many of so many sites must survive a round."""
         return self.threshold or 2 * sites // 3 + 1
