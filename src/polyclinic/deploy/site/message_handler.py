@@ -376,8 +376,8 @@ class SiteMessageHandler:
             return None
         signer, peers = self.keyring.signer, self.keyring.keys
         agreements = Agreements(run / AGREEMENTS)
-        least = self.config.allow.least_sites
-        return SiteIdentity(signer, peers, lambda: self.keys.read_run_key(run).to_bytes(32), agreements, least)
+        bound = agreements, self.config.allow.least_sites
+        return SiteIdentity(signer, peers, lambda: self.keys.read_run_key(run).to_bytes(32), *bound, self._write_log)
 
     def _check_images(self, own: FederatedDataset, terms: RunTerms) -> None:
         """Raise `Refused` if the images have other classes or shapes than the run, or changed since it began."""

@@ -6,6 +6,7 @@ same. Classes, shape and noise, which depend on other sites, come with the `begi
 the first round, so no file that a recipe names is read here. `policy.py` decides what may leave.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -21,7 +22,7 @@ from polyclinic.algorithms.wrappers.clustered import CLUSTER_MARKER, Clustered
 from polyclinic.algorithms.wrappers.ensemble import ENSEMBLE
 from polyclinic.config.identity import predicted_parts
 from polyclinic.config.recipe import Recipe
-from polyclinic.core import STUDENT, Bundle, EngineError, Fit, Refused, SiteId, Stream, Work
+from polyclinic.core import STUDENT, Bundle, DataError, EngineError, Fit, Refused, SiteId, Stream, Work
 from polyclinic.data.patients import max_images_per_patient
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.orders import check_first_weights, check_learning_rate, check_tensors
@@ -262,11 +263,12 @@ class Participation:
             assert site_round.site.secret is not None
             charge = self.account.round_releases(len(site_round.report))
             self.account.charge_round(site_round.site.round, f"{site_round.site.secret.integer():016x}", charge)
-        update, memory = drive_jobs(
-            self._check_jobs(self.runner.start_local(site_round)),
-            lambda job, number: self.runner.run_job(job, site_round, number),
-        )
-        return self.runner.finish_round(site_round, update, memory)
+        with hide_reasons():
+            update, memory = drive_jobs(
+                self._check_jobs(self.runner.start_local(site_round)),
+                lambda job, number: self.runner.run_job(job, site_round, number),
+            )
+            return self.runner.finish_round(site_round, update, memory)
 
     def _check_jobs(self, work: Work) -> Work:
         """Return the same work, which is refused before a training job that uses too few images."""
@@ -284,8 +286,9 @@ class Participation:
             why = "are protected by a plan" if self.setup.plan else "the recipe leaves out (evaluate.train: false)"
             raise Refused("privacy", f"{self.site} was asked for scores of training images, which {why}")
         self.runner.check_order(message)
-        predicted = self.runner.evaluate(message).tensors.get(PREDICTIONS, {})
-        groups = split_predictions(predicted, len(self.setup.dataset.classes))
+        with hide_reasons():
+            predicted = self.runner.evaluate(message).tensors.get(PREDICTIONS, {})
+            groups = split_predictions(predicted, len(self.setup.dataset.classes))
         return answer_evaluation(
             self.recipe,
             self.site,
@@ -438,6 +441,16 @@ class Participation:
             "the server chooses the weights that they are made with"
         )
         yield ReleasePreview(PREDICTIONS, "after the last round", {}, rounded_bytes(tests, classes), why)
+
+
+@contextlib.contextmanager
+def hide_reasons() -> Iterator[None]:
+    """Turn a refusal while images are at work into an `EngineError`, of which the server learns no reason: it chooses
+    the weights, and so could learn from a reason what an image is like. The site's own log has it."""
+    try:
+        yield
+    except (Refused, DataError) as error:
+        raise EngineError(str(error)) from error
 
 
 def _choose_device(recipe: Recipe, config: SiteConfig) -> Recipe:

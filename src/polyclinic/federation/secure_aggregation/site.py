@@ -4,6 +4,8 @@ Everything is derived again from the site's key of the run for every message, so
 Nothing but `Agreements` is remembered.
 """
 
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -33,6 +35,9 @@ from polyclinic.storage.signatures import PeerKeys, SiteSigner
 
 FINEST = 100
 """The least standard deviation of noise in steps of the grid, so that rounding it does not show."""
+LARGEST_NOISE = 10.0
+"""No sum of noise is farther from 0 than so many of its standard deviations."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class MaskingSite:
         agreements: What the site has bound itself to.
         least_sites: The smallest number of sites whose sum may hold this site's update.
         noise: The standard deviation of the noise that this site adds to its parameters, its share of a plan's.
+        tell: Called with what the site's own people should know, and nobody else.
     """
 
     signer: SiteSigner
@@ -60,6 +66,7 @@ class MaskingSite:
     agreements: Agreements = field(default_factory=Agreements)
     least_sites: int = 2
     noise: float = 0.0
+    tell: Callable[[str], None] = log.warning
 
     @property
     def site(self) -> SiteId:
@@ -115,6 +122,7 @@ class MaskingSite:
     def _share_secrets(self, fields: Fields, masks: Fields) -> Fields:
         """Return shares of the site's secrets, encrypted for its neighbours."""
         cohort = self._read_cohort(fields, None)
+        self._check_room(len(cohort.keys))
         secrets, holders = self._secrets_in(cohort), self._neighbours(cohort)
         shares = self._split(secrets, cohort, holders)
         sealed = {
@@ -180,21 +188,48 @@ class MaskingSite:
     def _quantise(
         self, update: Bundle, received: Bundle, cohort: Cohort, summands: int, secret: Stream | None
     ) -> dict[str, Words]:
-        """Return the update's integers by kind, with this site's share of the noise in those of the parameters."""
+        """Return the update's integers by kind, with this site's share of the noise in those of the parameters.
+
+        What the sum could not carry is brought into range, and said to the site's own people only: the server gets a
+        masked update in any case, and so not even the fact that a value was out of range.
+        """
+        self._check_room(summands)
         if self.options.bound is not None:
             clipped, _ = clip(join_kinds(update, ("model",)), self.options.bound, join_kinds(received, ("model",)))
             update = split_kinds(clipped, update, ("model",))
         vectors: dict[str, Words] = {}
+        changed = 0
         for kind, group in sorted(update.items()):
             if group:
                 weight = 1.0 if kind in self.unweighted else self.weight / cohort.largest_weight
-                vectors[kind] = quantise_group(kind, group, received.get(kind, {}), weight, summands)
+                limit = grid_of(kind).limit(summands, self._noise_reach(summands) if kind == "model" else 0.0)
+                vectors[kind], found = quantise_group(kind, group, received.get(kind, {}), weight, limit)
+                changed += found
+        if changed:
+            self.tell(
+                f"{changed} values of the update of {self.site} in round {cohort.round} were not finite, or farther "
+                "from 0 than masked sums carry, and were brought into range; if it goes on, lower the learning rate"
+            )
         if self.noise:
             assert secret is not None
             step, model = grid_of("model").step, vectors["model"]
             drawn = gaussian_noise((len(model),), self.noise / step, secret.child("masked noise")).round_()
             np.add(model, drawn.numpy().astype(np.int64).astype(model.dtype), out=model)
         return vectors
+
+    def _noise_reach(self, summands: int) -> float:
+        """Return how far from 0 the rounded noise of so many sites together may come, in steps of the grid."""
+        drawn = LARGEST_NOISE * math.sqrt(summands) * self.noise / grid_of("model").step
+        return drawn + summands / 2 if drawn else 0.0
+
+    def _check_room(self, summands: int) -> None:
+        """Raise `Refused` if the noise of so many sites leaves no room for their updates, whatever these are."""
+        if grid_of("model").limit(summands, self._noise_reach(summands)) < 1:
+            raise Refused(
+                "privacy",
+                f"the noise of {summands} sites is more than masked sums carry; lower privacy.clip, or raise "
+                "privacy.epsilon",
+            )
 
     def _add_masks(self, vectors: dict[str, Words], cohort: Cohort, masked_with: Sequence[SiteId]) -> None:
         secrets = self._secrets_in(cohort)
