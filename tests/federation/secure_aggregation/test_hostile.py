@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from polyclinic.core.errors import Refused, RoundFailed
 from polyclinic.core.types import SiteId
 from polyclinic.deploy.site.orders import allow_round
+from polyclinic.federation.rounds import Rounds
 from polyclinic.federation.secure_aggregation.agreements import Agreements
 from polyclinic.federation.secure_aggregation.cohort import MASKS, Cohort
 from polyclinic.federation.secure_aggregation.transcript import Transcript
@@ -179,6 +181,45 @@ def test_another_attempt_has_other_masks_and_is_not_unmasked_after_the_first(mon
     assert float((one == other).float().mean()) < 0.01
 
 
+def test_a_round_that_people_let_be_played_again_has_other_keys_and_masks() -> None:
+    """With the same keys, another list of survivors would reveal both secrets of a site, and its recorded update."""
+    played = Play(masked(rounds=1))
+    played.play()
+    first = played.said("train"), played.said("unmask")
+    for runner in played.runners.values():
+        assert runner.masking is not None
+        runner.masking.agreements.forget_after(0)  # as allow_round does
+    played.replies.clear()
+    recorded = [(site, order) for site, order in played.sent if order.fields["purpose"] == "unmask"]
+    for site, order in recorded:
+        masks = dict(order.fields[MASKS])
+        masks["survivors"] = {s: text for s, text in masks["survivors"].items() if s != "site-5" or site == "site-5"}
+        for purpose in ("agree", "unmask"):
+            again = Message({**order.fields, "purpose": purpose, MASKS: masks}, {})
+            with pytest.raises(Refused, match=f"the keys of {site} in this round are not its own"):
+                played.runners[site].reply(again)
+    honest = played.play().state
+    assert same_bits(honest, Play(masked(rounds=1)).play().state)
+    one, other = (messages.decode(found[0]).tensors["model"][SUM] for found in (first[0], played.said("train")))
+    assert float((one == other).float().mean()) < 0.01
+    revealed = [messages.decode(found[0]).fields[MASKS]["own"] for found in (first[1], played.said("unmask"))]
+    assert not set(revealed[0].values()) & set(revealed[1].values())
+
+
+def test_a_list_that_its_sites_can_no_longer_sign_is_given_up_and_the_round_begun_anew(tmp_path: Path) -> None:
+    played = Play(masked(rounds=1), {("site-2", "agree"), ("site-3", "agree")})
+    rounds = remembering(played, tmp_path)
+    with pytest.raises(RoundFailed, match="3 of 5 sites signed"):
+        rounds.play_all()
+    for runner in played.runners.values():
+        assert runner.masking is not None
+        runner.masking.agreements.forget_after(0)
+    played.lost.clear()
+    with pytest.raises(RoundFailed, match=r"are not its own"):
+        rounds.play_all()
+    assert same_bits(rounds.play_all().state, Play(masked(rounds=1)).play().state)
+
+
 def test_never_both_secrets_of_one_site_are_revealed() -> None:
     played = Play(masked(rounds=1), {("site-3", "train")})
     played.play()
@@ -197,6 +238,13 @@ def test_a_site_that_claims_more_weight_than_it_has_is_left_out(weight: Any) -> 
     played = Play(masked(rounds=1), change_reply=changing("keys", claim))
     played.play()
     assert {site for site, purpose, _ in played.replies if purpose == "train"} == set(played.sites) - {"site-2"}
+
+
+def remembering(played: Play, folder: Path) -> Rounds:
+    """Rounds of a server that can resume them."""
+    rounds = played.rounds()
+    rounds.journal.masks = folder
+    return rounds
 
 
 def lying(*liars: SiteId) -> Callable[[SiteId, Message], Message]:
@@ -226,6 +274,7 @@ def test_what_a_site_has_agreed_to_outlives_it(tmp_path: Any) -> None:
         again.bind(3, "survivors", "a")
     again.bind(4, "survivors", "a")
     allow_round(tmp_path, 4)  # by the site's people, in another process
+    assert (kept.times_allowed, Agreements(tmp_path / "other.json").times_allowed) == (1, 0)
     again.bind(4, "survivors", "b")
     with pytest.raises(Refused, match="agreed to another list of sites in round 3"):
         again.bind(3, "survivors", "a")

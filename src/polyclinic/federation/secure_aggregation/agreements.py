@@ -8,6 +8,8 @@ from polyclinic.storage.files import write_atomically
 
 AGREEMENTS = "masks.json"
 """The file in the folder of a run at a real site."""
+ALLOWED = "0 allowed"
+"""The entry that counts how often the site's people let rounds be played again. It belongs to no round, and stays."""
 
 
 class Agreements:
@@ -35,11 +37,18 @@ class Agreements:
             )
         self._write({**made, f"{round} {subject}": content})
 
+    @property
+    def times_allowed(self) -> int:
+        """How often `forget_after` was called. The site's secrets depend on it: with those of before, two lists of
+        sites could be unmasked in a round that is played again, and both secrets of one site be revealed."""
+        return int(self._read().get(ALLOWED, "0"))
+
     def forget_after(self, round: int) -> None:
-        """Drop what was agreed in later rounds: for a round that the site's people let the server ask for again."""
+        """Drop what was agreed in later rounds: for a round that the site's people let the server ask for again. From
+        then on the site has other secrets."""
         made = self._read()
-        if made:
-            self._write({name: content for name, content in made.items() if int(name.split()[0]) <= round})
+        kept = {name: content for name, content in made.items() if int(name.split()[0]) <= round}
+        self._write({**kept, ALLOWED: str(int(made.get(ALLOWED, "0")) + 1)})
 
     def _read(self) -> dict[str, str]:
         if self.path is None or not self.path.exists():

@@ -117,13 +117,17 @@ class MaskedRound:
             raise
         survivors = sorted(signatures)
         asked = {**self._masks(cohort), "sites": masked_with, "survivors": signatures}
-        agreed = self._collect_signatures(survivors, asked)
-        self._check_enough(sorted(agreed), cohort, "signed the list of survivors")
-        revealed = self._collect_revealed(survivors, asked, agreed, sealed)
         try:
+            agreed = self._collect_signatures(survivors, asked)
+            self._check_enough(sorted(agreed), cohort, "signed the list of survivors")
+            revealed = self._collect_revealed(survivors, asked, agreed, sealed)
             remove_masks(total, self.options, cohort, (masked_with, survivors), revealed)
-        except Refused as refusal:
-            raise RoundFailed(self._failure(f"the masks could not be removed ({refusal})")) from None
+        except (Refused, RoundFailed) as error:
+            if self._is_refused_for_good(survivors, cohort):
+                self.transcript.write_sites(self._place("given-up"), [])
+            if isinstance(error, RoundFailed):
+                raise
+            raise RoundFailed(self._failure(f"the masks could not be removed ({error})")) from None
         failpoint("sum-unmasked")
         update = self._mean_update(total, cohort, survivors)
         for site in survivors:
@@ -357,6 +361,13 @@ class MaskedRound:
             least = max(least, self.quorum)
         if len(sites) < least:
             raise RoundFailed(self._failure(f"{len(sites)} of {len(cohort.keys)} sites {what}, and {least} are needed"))
+
+    def _is_refused_for_good(self, survivors: list[SiteId], cohort: Cohort) -> bool:
+        """Whether so many survivors refuse this attempt themselves, as with keys that are no longer theirs, that asking
+        the same again is of no use."""
+        known = {site: self.log.sites[site] for site in survivors}
+        refusing = sum(found.outcome == "refused" and found.kind is None for found in known.values())
+        return len(survivors) - refusing < self.options.threshold_of(len(cohort.keys))
 
     def _failure(self, why: str) -> str:
         failed = [f"{site}: {found.why}" for site, found in self.log.sites.items() if found.why]

@@ -252,7 +252,7 @@ class MaskingSite:
         secrets = self._secrets_in(cohort)
         public = secrets.mask_key.public_key().public_bytes_raw(), secrets.cipher_key.public_key().public_bytes_raw()
         if (own.mask_key, own.cipher_key) != public:
-            raise Refused("cohort", f"the keys of {self.site} in this round are not its own")
+            raise Refused("cohort", f"the keys of {self.site} in this round are not its own; ask it for new ones")
         cohort.check(self.options, self.peers, self.least_sites)
         return cohort
 
@@ -293,7 +293,7 @@ class MaskingSite:
 
     def _secrets(self, fields: Fields, received: Mapping[str, str], attempt: int) -> RoundSecrets:
         hashes = [text for item in sorted(received.items()) for text in item]
-        where = str(fields["run"]), int(fields["round"]), attempt
+        where = str(fields["run"]), int(fields["round"]), attempt, self.agreements.times_allowed
         return RoundSecrets(derive_key(self.read_key(), "masks", *where, *hashes))
 
 
