@@ -144,7 +144,7 @@ def test_whatever_training_made_of_an_update_every_site_answers_alike(
     replies = [messages.decode(data) for data in played.said("train")]
     assert len(replies) == 5
     assert len({tuple(sorted(reply.fields)) for reply in replies}) == 1
-    assert [set(reply.fields["masks"]) for reply in replies] == [{"signature"}] * 5
+    assert [set(reply.fields["masks"]) for reply in replies] == [{"signature", "unreadable"}] * 5
     assert ("were brought into range" in caplog.text) == (lr > 1), "the site's own people are told"
 
 

@@ -4,6 +4,7 @@ Everything is derived again from the site's key of the run for every message, so
 Nothing but `Agreements` is remembered.
 """
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from polyclinic.federation.secure_aggregation.cohort import (
     read_sites,
     read_texts,
 )
+from polyclinic.federation.secure_aggregation.commitments import hash_seed, hash_shares
 from polyclinic.privacy.masking.fixed_point import Words, as_tensor, grid_of, quantise_group
 from polyclinic.privacy.masking.masks import add_mask, neighbours_of, pair_sign
 from polyclinic.privacy.masking.secrets import RoundSecrets, derive_key
@@ -93,6 +95,8 @@ class MaskingSite:
     def mask_update(self, order: Message, update: Bundle, secret: Stream | None) -> tuple[Bundle, Fields]:
         """Return a site's update as masked integers, and what goes into the field `masks` of its reply.
 
+        That is a signature, and the sites whose shares this one cannot read.
+
         Args:
             order: The order for the round.
             update: The new values by kind.
@@ -107,7 +111,11 @@ class MaskingSite:
         failpoint("update-masked")
         signature = self.signer.sign("masked", cohort.masked_statement(self.site, masked_with))
         tensors = {kind: {SUM: as_tensor(vectors[kind])} if kind in vectors else {} for kind in update}
-        return tensors, {"signature": signature}
+        opened = self._open_all(cohort, masked_with, read_masks(order.fields))
+        return tensors, {
+            "signature": signature,
+            "unreadable": sorted(set(self._holders_in(masked_with, cohort)) - {*opened}),
+        }
 
     def _make_keys(self, fields: Fields, masks: Fields) -> Fields:
         """Return the site's keys for this round and these weights, signed."""
@@ -124,7 +132,7 @@ class MaskingSite:
         cohort = self._read_cohort(fields, None)
         self._check_room(len(cohort.keys))
         secrets, holders = self._secrets_in(cohort), self._neighbours(cohort)
-        shares = self._split(secrets, cohort, holders)
+        shares = self._split(secrets, cohort, [*holders, self.site])
         sealed = {
             other: encode_bytes(
                 secrets.seal_shares(cohort.keys[other].cipher_key, cohort.digest, (self.site, other), shares[other])
@@ -132,7 +140,9 @@ class MaskingSite:
             for other in holders
         }
         failpoint("secrets-shared")
-        return {"sealed": sealed}
+        hashes = {other: hash_shares(cohort.digest, self.site, other, found) for other, found in shares.items()}
+        seed = hash_seed(cohort.digest, self.site, secrets.own_seed(cohort.digest))
+        return {"sealed": sealed, "hashes": hashes, "seed": seed}
 
     def _agree_survivors(self, fields: Fields, masks: Fields) -> Fields:
         """Sign the list of survivors, the only one that this site signs in this round."""
@@ -153,27 +163,32 @@ class MaskingSite:
             self.peers.verify(site, "survivors", cohort.survivors_statement(masked_with, survivors), signature)
         if len(signed) < self.options.threshold_of(len(cohort.keys)):
             raise Refused("agreement", f"{len(signed)} sites have signed the list of survivors, which are too few")
-        secrets, sealed = self._secrets_in(cohort), read_texts(masks.get("sealed"))
         own: dict[str, str] = {}
         lost: dict[str, str] = {}
-        for other in (set(self._neighbours(cohort)) | {self.site}) & set(masked_with):
-            shares = self._open_shares(secrets, cohort, other, sealed)
-            if shares is not None:
-                target, value = (own, shares[1]) if other in survivors else (lost, shares[0])
-                target[other] = f"{value:x}"
+        for other, shares in self._open_all(cohort, masked_with, masks).items():
+            target, value = (own, shares[1]) if other in survivors else (lost, shares[0])
+            target[other] = f"{value:x}"
         failpoint("shares-revealed")
         return {"own": own, "lost": lost}
 
+    def _open_all(self, cohort: Cohort, masked_with: Sequence[SiteId], masks: Fields) -> dict[SiteId, tuple[int, int]]:
+        """Return this site's shares of the mask key and own mask of itself and of each dealer whose it can read."""
+        sealed, hashes = (read_texts(masks.get(name, {})) for name in ("sealed", "hashes"))
+        secrets = self._secrets_in(cohort)
+        found = self._split(secrets, cohort, [self.site])
+        for dealer in self._holders_in(masked_with, cohort):
+            shares = self._open_shares(secrets, cohort, dealer, sealed.get(dealer))
+            if shares is not None and hash_shares(cohort.digest, dealer, self.site, shares) == hashes.get(dealer):
+                found[dealer] = shares
+        return found
+
     def _open_shares(
-        self, secrets: RoundSecrets, cohort: Cohort, other: SiteId, sealed: Mapping[SiteId, str]
+        self, secrets: RoundSecrets, cohort: Cohort, dealer: SiteId, sealed: str | None
     ) -> tuple[int, int] | None:
-        """Return this site's shares of the mask key and of the own mask of another site, or of itself."""
-        if other == self.site:
-            return self._split(secrets, cohort, [self.site])[self.site]
-        if other not in sealed:
-            return None
-        cipher_key, route = cohort.keys[other].cipher_key, (other, self.site)
-        return secrets.open_shares(cipher_key, cohort.digest, route, decode_bytes(sealed[other]))
+        with contextlib.suppress(Refused):  # what a dealer has not even written in base64
+            route = dealer, self.site
+            return secrets.open_shares(cohort.keys[dealer].cipher_key, cohort.digest, route, decode_bytes(sealed))
+        return None
 
     def _split(self, secrets: RoundSecrets, cohort: Cohort, holders: Sequence[SiteId]) -> dict[SiteId, tuple[int, int]]:
         """Return the shares of this site's mask key and own mask by holder."""
@@ -234,12 +249,16 @@ class MaskingSite:
     def _add_masks(self, vectors: dict[str, Words], cohort: Cohort, masked_with: Sequence[SiteId]) -> None:
         secrets = self._secrets_in(cohort)
         add_mask(vectors, secrets.own_seed(cohort.digest), 1)
-        for other in set(self._neighbours(cohort)) & set(masked_with):
+        for other in self._holders_in(masked_with, cohort):
             seed = secrets.pair_seed(cohort.keys[other].mask_key, cohort.digest)
             add_mask(vectors, seed, pair_sign(self.site, other))
 
     def _neighbours(self, cohort: Cohort) -> list[SiteId]:
         return neighbours_of(self.site, cohort.sites, self.options.neighbours, cohort.digest)
+
+    def _holders_in(self, masked_with: Sequence[SiteId], cohort: Cohort) -> list[SiteId]:
+        """Return those of these sites with which this one shares masks and secrets."""
+        return sorted(set(self._neighbours(cohort)) & set(masked_with))
 
     def _read_cohort(self, fields: Fields, received: Mapping[str, str] | None) -> Cohort:
         """Return the verified cohort of a message; `received`: hashes that this site must have signed."""

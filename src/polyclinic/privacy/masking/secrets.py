@@ -90,6 +90,11 @@ def pair_seed(own: X25519PrivateKey, other: bytes, cohort: str) -> bytes:
     return derive_key(_agree(own, other), "pair", cohort)
 
 
+def check_public_key(key: bytes) -> None:
+    """Raise `Refused` unless a secret can be agreed on with the owner of this public key."""
+    _agree(X25519PrivateKey.generate(), key)
+
+
 def _agree(own: X25519PrivateKey, other: bytes) -> bytes:
     try:
         return own.exchange(X25519PublicKey.from_public_bytes(other))
