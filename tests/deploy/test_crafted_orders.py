@@ -109,3 +109,31 @@ def test_what_goes_wrong_while_images_are_at_work_is_one_sentence(
     reply = evil.order("train", 1, evil.first_weights())
     assert (reply["failure"], reply["why"]) == ("error", "hill cannot do this; its own log says why")
     assert "17" in evil.desk.site_log.read_lines()[-1], "and in its own log the reason"
+
+
+def test_a_second_masked_run_of_one_seed_is_refused_whatever_its_name(tmp_path: Path) -> None:
+    """What sites train follows from the seed: two sums, one without a site, would differ by its update."""
+    write_hospitals(tmp_path, FIVE)
+    desk = masking_desks(tmp_path, "desks", FIVE)["fjord"]
+    shape = {"classes": ["benign", "malignant"], "channels": 1, "size": 8, "sites": [*FIVE], "plan": None}
+    settings: dict[str, Any] = {"stages": [{"name": "mask"}], "evaluate__every": 0}
+
+    def begin(run: str, **changes: Any) -> str:
+        fields = said(
+            desk.answer_message(asked("begin", "fjord", recipe(**settings, **changes), {**shape, "run": run}))
+        )
+        return str(fields.get("why", fields.get("ready")))
+
+    known = (
+        "agreement: the masked run run-1 with seed 0 has begun at fjord before, and a second sum of the same updates "
+        "could be compared with its own; give the recipe another seed, and have it approved anew"
+    )
+    assert [begin("run-1"), begin("run-1")] == ["True", "True"], "the same run goes on"
+    desk = masking_desks(tmp_path, "desks", FIVE)["fjord"]
+    assert begin("run-1") == "True", "also after a restart"
+    assert [begin("run-2"), begin("run-2", rounds=3)] == [known, known]
+    assert said(desk.answer_message(messages.encode({"purpose": "end", "run": "run-1", "site": "fjord"}, {})))["ended"]
+    assert [begin("run-1"), begin("run-2")] == [known, known], "also after its end, when its agreements are gone"
+    assert begin("run-3", seed=1) == "True"
+    settings["stages"] = []
+    assert begin("run-4") == "True", "without masks nothing is hidden"

@@ -49,7 +49,7 @@ from polyclinic.deploy.site.policy import (
 )
 from polyclinic.deploy.site.release_log import FAILED, LOG, REFUSED, ReleaseLog, RotatingLog, timestamp
 from polyclinic.deploy.site.scores import KeptScores, describe_scores, keep_scores
-from polyclinic.federation.secure_aggregation.agreements import AGREEMENTS, Agreements
+from polyclinic.federation.secure_aggregation.agreements import AGREEMENTS, Agreements, MaskedSeeds
 from polyclinic.federation.secure_aggregation.assembly import SiteIdentity
 from polyclinic.federation.secure_aggregation.cohort import MASKS, PHASES
 from polyclinic.runs.sites import FederatedDataset
@@ -189,8 +189,11 @@ class SiteMessageHandler:
         if not kept.exists():
             check_unfinished(terms.recipe_digest, self.site, read_approvals(self.config.folder))
             self.history.check_begin(self.site, self.config.allow)
-        part = self._join_run(terms)
+        part, seeds = self._join_run(terms), MaskedSeeds(self.config.folder)
         part.check_terms()
+        masked = part.mask is not None and part.mask.masks
+        if masked and not kept.exists():
+            seeds.check_new(terms.recipe.seed, self.site)
         if part.account is not None:
             part.account.check_whole_run()
         if not kept.exists():
@@ -207,6 +210,8 @@ class SiteMessageHandler:
             if terms.recipe_digest in self._attended or not self.history.has_enrolled(terms.recipe_digest):
                 self._attended.add(terms.run)  # else rounds may have passed since it enrolled
             self._write_log(f"began run {terms.run}: {terms.recipe.name!r:.100} ({terms.recipe.algorithm.name})")
+        if masked:
+            seeds.record(terms.recipe.seed, terms.run)
         cohort = self._cohort(terms.run)
         signed = {} if cohort is None else cohort.sign_terms(hash_terms(message.fields))
         return self._encode_reply(terms.run, ready=True, **signed)
