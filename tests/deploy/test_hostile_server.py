@@ -267,7 +267,7 @@ def test_one_image_a_round_is_read_only_where_the_site_lets_a_round_have_one(
     server = attack(kits, tmp_path, scans[0], Recipe.from_values(ONE_IMAGE), **policy)
     if guarded:
         why = server.begin()["why"]
-        assert "a round here uses 1, and at least 64 shall stand behind an update" in why
+        assert "at least 64 training images shall stand behind an update of hill" in why
         assert "no run run-1" in server.order("train", 1, {})["why"]
         return
     assert server.begin()["ready"]

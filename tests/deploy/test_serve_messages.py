@@ -360,6 +360,15 @@ def test_disconnections_are_reported_once_all_sites_have_joined(place: Path) -> 
     assert told[2:] == [f"{s} has gone away; the run waits for it, as the recipe names no quorum" for s in SITES]
 
 
+def test_a_site_that_lied_after_its_update_was_added_up_is_named(place: Path) -> None:
+    status = board(place)
+    facts = {"round": 3, "site": "hill", "outcome": "accepted"}
+    status.record_event("site", facts)
+    assert status.last_failures == {}
+    status.record_event("site", {**facts, "kind": "shares", "why": "shares: hill has revealed another share"})
+    assert status.last_failures == {"hill": "accepted: shares: hill has revealed another share"}
+
+
 def test_a_status_that_cannot_be_written_ends_nothing(place: Path, tmp_path: Path) -> None:
     config = ServerConfig.load(place / KITS).model_copy(update={"folder": tmp_path / "state", "port": free_port()})
     (tmp_path / "in the way").write_text("")

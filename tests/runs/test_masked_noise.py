@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from polyclinic import Recipe, run
-from polyclinic.core.errors import RecipeError
+from polyclinic.core import Stream
+from polyclinic.core.errors import RecipeError, RoundFailed
 from polyclinic.core.types import Bundle
+from polyclinic.federation.secure_aggregation import site as module
+from polyclinic.federation.secure_aggregation.cohort import Cohort, RoundKeys
 from polyclinic.federation.secure_aggregation.site import MaskingSite
 from polyclinic.privacy.accounting import Spend, epsilon
 from polyclinic.privacy.masking.fixed_point import PARAMETERS, Words, as_tensor
@@ -114,3 +117,30 @@ def test_noise_of_two_sites_is_not_the_same() -> None:
 def test_what_noise_behind_masks_needs_is_said(settings: dict[str, Any], why: str) -> None:
     with pytest.raises(RecipeError, match=why):
         Play(planned(**settings)).play()
+
+
+def test_noise_for_which_masked_sums_have_no_room_is_refused_before_a_site_trains() -> None:
+    """Ten standard deviations of the noise of five sites, and half a step of every value, must fit below 2³¹ steps."""
+    with pytest.raises(RoundFailed, match=r"the noise of 5 sites is more than masked sums carry; lower privacy.clip"):
+        (played := Play(planned(privacy={**PLAN, "clip": 8.0}))).play()
+    assert not played.said("train")
+    assert {purpose for _, purpose in played.refusals} == {"shares"}
+
+
+def test_an_update_leaves_room_for_the_noise_that_is_added_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every site's update at its limit, and all the noise that a sum has at ten standard deviations: the true sum."""
+    played = Play(planned(privacy={**PLAN, "clip": 3.0}))
+    site = played.runners["site-1"].masking
+    assert site is not None
+    most = 10 * math.sqrt(SITES) * site.noise / SITES
+    drawn = torch.full(
+        (sum(t.numel() for t in played.made.setup.federation.initial["model"].values()),), most, dtype=torch.float64
+    )
+    monkeypatch.setattr(module, "gaussian_noise", lambda shape, std, stream: drawn / PARAMETERS.step)
+    monkeypatch.setattr(module, "clip", lambda tensors, *_: (tensors, 0.0))
+    huge = {n: torch.full_like(t, 1e6) for n, t in played.made.setup.federation.initial["model"].items()}
+    start = {n: torch.zeros_like(t) for n, t in huge.items()}
+    cohort = Cohort("run", 1, {name: RoundKeys({}, 0, site.weight, b"", b"") for name in played.sites})
+    words = site._quantise({"model": huge}, {"model": start}, cohort, SITES, Stream(0))["model"]
+    total = sum(int(words.view("int32")[0]) for _ in played.sites)
+    assert 2**31 - 100 < total < 2**31, "the room is used, and the sum of 32 bits does not wrap around"

@@ -144,7 +144,7 @@ class ServerStatus:
         if event == "outlier":
             self.log.warning("round %s: %s", info["round"], info["why"])
             self.outliers[info["site"]] = f"round {info['round']}: {info['why']}"
-        elif event in ("site", "evaluated") and info.get("outcome", "accepted") != "accepted":
+        elif event in ("site", "evaluated") and (info.get("outcome", "accepted") != "accepted" or info.get("why")):
             when, why = f"round {info['round']}" if event == "site" else "after the last round", info.get("why", "")
             self.log.warning("%s: %s %s: %s", when, info["site"], info["outcome"], why)
             self.last_failures[info["site"]] = f"{info['outcome']}: {why}"

@@ -258,8 +258,9 @@ class SiteRunner:
         return finite_or_none(release_metrics(found["probabilities"], found["labels"], noise, secret))
 
     def _replace_non_finite(self, found: Tensors) -> Tensors:
-        """Under a plan predict all classes alike for a bad image: if it ended the run, everybody would see it."""
-        if self.limits is None:
+        """Under a plan, or behind masks, predict all classes alike for a bad image: if it ended the run,
+        everybody would see it."""
+        if self.limits is None and self.masking is None:
             return found
         chance = found["probabilities"]
         bad = ~chance.isfinite().all(1, keepdim=True)

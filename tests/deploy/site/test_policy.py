@@ -202,11 +202,11 @@ def test_the_last_look_at_a_reply_finds_kinds_and_bytes_that_nobody_agreed_to() 
     allow = Allow(kinds=("model", "buffers"))
     check_sent_kinds({"model": 100, "buffers": 0}, {"model": 100, "buffers": 0}, "hill", allow)
     check_sent_kinds({"features": 0}, {"model": 100}, "hill", allow)
-    with pytest.raises(Refused, match="101 bytes of model would have left hill, where 100 were agreed"):
+    with pytest.raises(Refused, match=r"^policy: more bytes of model would have left hill than were agreed$"):
         check_sent_kinds({"model": 101}, {"model": 100}, "hill", allow)
     with pytest.raises(Refused, match="does not let features leave"):
         check_sent_kinds({"model": 100, "features": 1}, {"model": 100, "features": 9}, "hill", allow)
-    with pytest.raises(Refused, match="1 bytes of buffers"):
+    with pytest.raises(Refused, match="more bytes of buffers"):
         check_sent_kinds({"buffers": 1}, {"model": 100}, "hill", allow)
 
 

@@ -133,10 +133,27 @@ def test_a_bound_at_home_shortens_what_a_site_adds() -> None:
     assert largest_difference(short, free) > bound
 
 
-def test_values_that_masks_cannot_carry_are_refused_at_the_site() -> None:
-    played = Play(masked(training__optimiser={"name": "sgd", "lr": 1e6}))
-    with pytest.raises(RoundFailed, match=r"saturation: .* moved by"):
-        played.play()
+@pytest.mark.parametrize("lr", [0.1, 1e6])
+def test_whatever_training_made_of_an_update_every_site_answers_alike(
+    lr: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A site that refused a value out of range would tell the server, which chooses the weights, that it was."""
+    played = Play(masked(training__optimiser={"name": "sgd", "lr": lr}, max_norm=1e30, rounds=1))
+    played.play()
+    assert not played.refusals
+    replies = [messages.decode(data) for data in played.said("train")]
+    assert len(replies) == 5
+    assert len({tuple(sorted(reply.fields)) for reply in replies}) == 1
+    assert [set(reply.fields["masks"]) for reply in replies] == [{"signature", "unreadable"}] * 5
+    assert ("were brought into range" in caplog.text) == (lr > 1), "the site's own people are told"
+
+
+def test_a_sum_of_values_out_of_range_is_that_of_the_limits() -> None:
+    """It does not wrap around: behind masks the sum is, to the bit, that of the same integers in the open."""
+    options: dict[str, Any] = {"training__optimiser": {"name": "sgd", "lr": 1e6}, "max_norm": 1e30, "rounds": 1}
+    found = Play(masked(True, **options)).play().state
+    assert same_bits(found, Play(masked(False, **options)).play().state)
+    assert max(float(t.abs().max()) for t in found["model"].values()) > 1, "some were out of range"
 
 
 @pytest.mark.parametrize("sites", [1, 2])

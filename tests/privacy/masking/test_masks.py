@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from polyclinic.core.errors import Refused
 from polyclinic.privacy.masking.fixed_point import (
     PARAMETERS,
     WIDE,
@@ -36,14 +35,15 @@ def test_the_mean_is_that_of_the_sites_but_for_half_a_step(kind: str) -> None:
         {name: tensor + 0.01 * torch.randn(tensor.shape, generator=draws) for name, tensor in received.items()}
         for _ in range(4)
     ]
-    weights = [1.0, 0.25, 0.5, 0.125]
-    vectors = [quantise_group(kind, update, received, w, 4) for update, w in zip(updates, weights, strict=True)]
+    weights, grid = [1.0, 0.25, 0.5, 0.125], PARAMETERS if kind == "model" else WIDE
+    vectors = [
+        quantise_group(kind, update, received, w, grid.limit(4))[0] for update, w in zip(updates, weights, strict=True)
+    ]
     total = np.sum(vectors, axis=0, dtype=vectors[0].dtype)
     mean = restore_group(kind, total, received, received, sum(weights))
-    step = (PARAMETERS if kind == "model" else WIDE).step
     for name, tensor in mean.items():
         exact = sum(w * update[name].double() for w, update in zip(weights, updates, strict=True)) / sum(weights)
-        rounding = step * len(weights) / 2 / sum(weights) + 2.0**-22  # of the grid, and of single precision
+        rounding = grid.step * len(weights) / 2 / sum(weights) + 2.0**-22  # of the grid, and of single precision
         assert float((tensor.double() - exact).abs().max()) <= rounding
         assert tensor.dtype == torch.float32
     assert list(mean) == list(received)
@@ -51,16 +51,41 @@ def test_the_mean_is_that_of_the_sites_but_for_half_a_step(kind: str) -> None:
 
 def test_counters_are_averaged_and_rounded_as_in_the_mean_of_single_updates() -> None:
     received = {"batches": torch.tensor(10)}
-    vectors = [quantise_group("buffers", {"batches": torch.tensor(n)}, received, 1.0, 3) for n in (12, 13, 15)]
+    vectors = [
+        quantise_group("buffers", {"batches": torch.tensor(n)}, received, 1.0, WIDE.limit(3))[0] for n in (12, 13, 15)
+    ]
     mean = restore_group("buffers", np.asarray(np.sum(vectors, axis=0, dtype=np.uint64)), received, received, 3.0)
     assert mean["batches"].dtype == torch.int64
     assert int(mean["batches"]) == 13
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 200.0, -200.0])
-def test_a_value_that_the_sum_cannot_carry_is_refused_by_name(value: float) -> None:
-    with pytest.raises(Refused, match=r"saturation: model/w moved by .* lower the learning rate"):
-        quantise_group("model", {"w": torch.tensor([value])}, {"w": torch.zeros(1)}, 1.0, 2)
+@pytest.mark.parametrize("sites", [1, 3, 40])
+@pytest.mark.parametrize("kind", ["model", "control"])
+def test_values_that_the_sum_cannot_carry_are_brought_into_range(kind: str, sites: int) -> None:
+    grid = PARAMETERS if kind == "model" else WIDE
+    limit, inside = grid.limit(sites), torch.tensor([0.5, -0.25])
+    update = torch.cat([inside, torch.tensor([1e30, -1e30, torch.inf, -torch.inf, torch.nan])])
+    words, changed = quantise_group(kind, {"w": update}, {}, 1.0, limit)
+    found = as_tensor(words)
+    assert changed == 5
+    assert (found[:2] * grid.step).tolist() == inside.tolist(), "the others are as they were"
+    assert found[-1] == 0
+    for place, sign in ((2, 1), (3, -1), (4, 1), (5, -1)):
+        assert abs(int(found[place])) <= limit
+        assert int(found[place]) == pytest.approx(sign * limit, rel=1e-9)
+        assert int(as_tensor(np.sum([words] * sites, axis=0, dtype=words.dtype))[place]) == sites * int(found[place])
+
+
+@pytest.mark.parametrize("noise", [1e6, 3e7])
+def test_the_noise_of_all_sites_has_room_beside_their_updates(noise: float) -> None:
+    """Updates at the limit, with the most noise that a sum has: it does not wrap around."""
+    sites, std = 20, noise
+    reach = 10 * std * sites**0.5
+    limit = PARAMETERS.limit(sites, reach)
+    assert limit > 0
+    assert sites * limit + reach <= 2**31 - 1
+    assert sites * (limit + 1) + reach > 2**31 - 1 - 1, "and no more room than that is given away"
+    assert PARAMETERS.limit(sites, 1e10) < 1
 
 
 @settings(max_examples=30, deadline=None)

@@ -50,7 +50,7 @@ from polyclinic.deploy.site.policy import (
 )
 from polyclinic.deploy.site.release_log import FAILED, LOG, REFUSED, ReleaseLog, RotatingLog, timestamp
 from polyclinic.deploy.site.scores import KeptScores, describe_scores, keep_scores
-from polyclinic.federation.secure_aggregation.agreements import AGREEMENTS, Agreements
+from polyclinic.federation.secure_aggregation.agreements import AGREEMENTS, Agreements, MaskedSeeds
 from polyclinic.federation.secure_aggregation.assembly import SiteIdentity
 from polyclinic.federation.secure_aggregation.cohort import MASKS, PHASES
 from polyclinic.runs.sites import FederatedDataset
@@ -193,8 +193,11 @@ class SiteMessageHandler:
         approval = find_approval(terms.recipe_digest, terms.run, kept.exists(), self.site, approvals)
         if not kept.exists():
             self.history.check_begin(self.site, self.config.allow)
-        part = self._join_run(terms)
+        part, seeds = self._join_run(terms), MaskedSeeds(self.config.folder)
         part.check_terms()
+        masked = part.mask is not None and part.mask.masks
+        if masked and not kept.exists():
+            seeds.check_new(terms.recipe.seed, self.site)
         if part.account is not None:
             part.account.check_whole_run()
         bind_approval(self.config.folder, approval, terms.run)
@@ -213,6 +216,8 @@ class SiteMessageHandler:
             if terms.recipe_digest in self._attended or not self.history.has_enrolled(terms.recipe_digest):
                 self._attended.add(terms.run)  # else rounds may have passed since it enrolled
             self._write_log(f"began run {terms.run}: {terms.recipe.name!r:.100} ({terms.recipe.algorithm.name})")
+        if masked:
+            seeds.record(terms.recipe.seed, terms.run)
         cohort = self._cohort(terms.run)
         signed = {} if cohort is None else cohort.sign_terms(hash_terms(message.fields))
         return self._encode_reply(terms.run, ready=True, **signed)
@@ -385,8 +390,8 @@ class SiteMessageHandler:
             return None
         signer, peers = self.keyring.signer, self.keyring.keys
         agreements = Agreements(run / AGREEMENTS)
-        least = self.config.allow.least_sites
-        return SiteIdentity(signer, peers, lambda: self.keys.read_run_key(run).to_bytes(32), agreements, least)
+        bound = agreements, self.config.allow.least_sites
+        return SiteIdentity(signer, peers, lambda: self.keys.read_run_key(run).to_bytes(32), *bound, self._write_log)
 
     def _check_images(self, own: FederatedDataset, terms: RunTerms) -> None:
         """Raise `Refused` if the images have other classes or shapes than the run, or changed since it began."""

@@ -6,6 +6,7 @@ same. Classes, shape and noise, which depend on other sites, come with the `begi
 the first round, so no file that a recipe names is read here. `policy.py` decides what may leave.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -21,7 +22,7 @@ from polyclinic.algorithms.wrappers.clustered import CLUSTER_MARKER, Clustered
 from polyclinic.algorithms.wrappers.ensemble import ENSEMBLE
 from polyclinic.config.identity import predicted_parts
 from polyclinic.config.recipe import Recipe
-from polyclinic.core import STUDENT, Bundle, EngineError, Fit, Refused, SiteId, Stream, Work
+from polyclinic.core import STUDENT, Bundle, DataError, EngineError, Fit, Refused, SiteId, Stream, Work
 from polyclinic.data.patients import max_images_per_patient
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.orders import check_first_weights, check_learning_rate, check_tensors
@@ -294,11 +295,12 @@ class Participation:
         if self.account is not None:
             charge = self.account.round_releases(len(site_round.report))
             self.account.charge_round(site_round.site.round, _charge_name(message, site_round.site.secret), charge)
-        update, memory = drive_jobs(
-            self._check_jobs(self.runner.start_local(site_round)),
-            lambda job, number: self.runner.run_job(job, site_round, number),
-        )
-        return self.runner.finish_round(site_round, update, memory)
+        with hide_reasons():
+            update, memory = drive_jobs(
+                self._check_jobs(self.runner.start_local(site_round)),
+                lambda job, number: self.runner.run_job(job, site_round, number),
+            )
+            return self.runner.finish_round(site_round, update, memory)
 
     def _check_jobs(self, work: Work) -> Work:
         """Return the same work, which is refused before a training job that uses too few images."""
@@ -311,8 +313,9 @@ class Participation:
 
     def evaluate(self, message: messages.Message) -> HomeEvaluation:
         """Score the final models on this site's images, and decide what of it leaves; after `check_order`."""
-        predicted = self.runner.evaluate(message).tensors.get(PREDICTIONS, {})
-        groups = split_predictions(predicted, len(self.setup.dataset.classes))
+        with hide_reasons():
+            predicted = self.runner.evaluate(message).tensors.get(PREDICTIONS, {})
+            groups = split_predictions(predicted, len(self.setup.dataset.classes))
         return answer_evaluation(
             self.recipe,
             self.site,
@@ -471,6 +474,16 @@ def _charge_name(message: messages.Message, secret: Stream | None) -> str:
     """Return the name of a release in the ledger: its purpose, and the stream of its noise."""
     assert secret is not None
     return f"{message.fields['purpose']}-{secret.integer():016x}"
+
+
+@contextlib.contextmanager
+def hide_reasons() -> Iterator[None]:
+    """Turn a refusal while images are at work into an `EngineError`, of which the server learns no reason: it chooses
+    the weights, and so could learn from a reason what an image is like. The site's own log has it."""
+    try:
+        yield
+    except (Refused, DataError) as error:
+        raise EngineError(str(error)) from error
 
 
 def _choose_device(recipe: Recipe, config: SiteConfig) -> Recipe:

@@ -20,7 +20,7 @@ from polyclinic.algorithms import ALGORITHMS
 from polyclinic.config.identity import identity
 from polyclinic.config.recipe import Recipe
 from polyclinic.config.recipe_rules import format_suggestion
-from polyclinic.core import Part, Refused, SiteId, StoreError, Tensors, Training
+from polyclinic.core import DataError, Part, Refused, SiteId, StoreError, Tensors, Training
 from polyclinic.models import MODELS
 from polyclinic.privacy.plan import PrivacyConfig, Unit
 from polyclinic.storage.files import make_folder, write_atomically
@@ -331,12 +331,12 @@ def images_of_job(training: Training, held: int, full_batch: bool = False) -> in
 def check_images(images: int, site: SiteId, allow: Allow, held: int) -> None:
     """Raise `Refused` unless enough images stand behind an update; `held`: the site's number of training images."""
     if images < allow.least_images:
-        few = f"{site} has {held} training images" if held < allow.least_images else f"a round here uses {images}"
         raise Refused(
             "policy",
-            f"{few}, and at least {allow.least_images} shall stand behind an update; raise training.steps or batch in "
-            "the recipe, or lower allow.least_images in the site's site.yaml",
-        )
+            f"at least {allow.least_images} training images shall stand behind an update of {site}, and of this recipe "
+            "fewer would; raise training.steps or batch in the recipe, or lower allow.least_images in the site's "
+            "site.yaml",
+        ) from DataError(f"a round here uses {images} of the {held} training images")
 
 
 def check_kinds(kinds: tuple[str, ...], site: SiteId, allow: Allow) -> None:
@@ -384,8 +384,8 @@ def check_sent_kinds(sent: Mapping[str, int], agreed: Mapping[str, int], site: S
     check_kinds(tuple(kind for kind, size in sent.items() if size), site, allow)
     for kind, size in sent.items():
         if size > agreed.get(kind, 0):
-            raise Refused(
-                "policy", f"{size} bytes of {kind} would have left {site}, where {agreed.get(kind, 0)} were agreed"
+            raise Refused("policy", f"more bytes of {kind} would have left {site} than were agreed") from DataError(
+                f"{size} bytes, where {agreed.get(kind, 0)} were agreed"
             )
 
 

@@ -59,8 +59,8 @@ class PrivacyAccount:
         if plan.epsilon_of(spends) > plan.epsilon_of(plan.validation_spends(len(plan.rounds))):
             raise Refused(
                 "privacy",
-                f"a patient of {self.site} has so many test images that noised scores of them would cost more than the "
-                "recipe plans",
+                f"noised scores of the test images of {self.site} would cost more than the recipe plans; privacy.group "
+                "bounds the images of a patient",
             )
         return {TEST: spends}
 

@@ -17,7 +17,7 @@ from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.wrappers.base import Wrapper
 from polyclinic.core import RecipeError, SiteId, Stream, Update
 from polyclinic.federation.secure_aggregation.agreements import Agreements
-from polyclinic.federation.secure_aggregation.site import FINEST, MaskingSite
+from polyclinic.federation.secure_aggregation.site import FINEST, MaskingSite, log
 from polyclinic.privacy.masking.fixed_point import PARAMETERS
 from polyclinic.privacy.plan import PrivacyPlan
 from polyclinic.privacy.transforms.base import UpdateTransform
@@ -35,6 +35,8 @@ class SiteIdentity:
     """Returns the site's key of the run, 32 bytes."""
     agreements: Agreements
     least_sites: int = 2
+    tell: Callable[[str], None] = log.warning
+    """Called with what the site's own people should know, and nobody else."""
 
 
 def mask_of(stages: Iterable[UpdateTransform]) -> Mask | None:
@@ -90,6 +92,7 @@ def build_masking(
         identity.agreements,
         identity.least_sites,
         noise_share(mask, plan, parameters),
+        identity.tell,
     )
 
 

@@ -27,11 +27,13 @@ from polyclinic.federation.secure_aggregation.cohort import (
     RoundKeys,
     check_size,
     hash_kinds,
+    read_sites,
     read_texts,
 )
+from polyclinic.federation.secure_aggregation.commitments import PARTS, DealtShares, check_dealt, find_false_dealers
 from polyclinic.federation.secure_aggregation.site import read_masks
 from polyclinic.federation.secure_aggregation.transcript import Transcript, place_of
-from polyclinic.federation.secure_aggregation.unmasking import add_up, read_share, remove_masks
+from polyclinic.federation.secure_aggregation.unmasking import FalseSecret, add_up, read_share, remove_masks
 from polyclinic.federation.update_check import (
     ExpectedUpdate,
     check_address,
@@ -41,6 +43,7 @@ from polyclinic.federation.update_check import (
 )
 from polyclinic.privacy.masking.fixed_point import Words, as_tensor, restore_group
 from polyclinic.privacy.masking.masks import neighbours_of
+from polyclinic.privacy.masking.secrets import check_public_key
 from polyclinic.privacy.transforms.mask import SUM, Mask
 from polyclinic.storage import messages
 from polyclinic.storage.messages import Fields, Message, hash_tensors
@@ -108,22 +111,33 @@ class MaskedRound:
         self.received = next(iter(sent.values()))
         self.weights = hash_tensors(self.received)
         self.attempt = self.transcript.find_attempt(self.round, self.weights)
+        for site in self._left_out():
+            self._refuse(
+                site, Refused("shares", f"{site} dealt false shares of its secrets, and is left out of the round")
+            )
+            sent.pop(site, None)
         try:
             cohort = self._collect_keys(sent)
-            masked_with, sealed = self._collect_shares(cohort)
-            total, signatures, accepted = self._collect_updates(cohort, masked_with)
+            masked_with, dealt = self._collect_shares(cohort)
+            total, signatures, accepted = self._collect_updates(cohort, masked_with, dealt)
         except RoundFailed:
             self.transcript.write_sites(self._place("given-up"), [])
             raise
         survivors = sorted(signatures)
         asked = {**self._masks(cohort), "sites": masked_with, "survivors": signatures}
-        agreed = self._collect_signatures(survivors, asked)
-        self._check_enough(sorted(agreed), cohort, "signed the list of survivors")
-        revealed = self._collect_revealed(survivors, asked, agreed, sealed)
         try:
-            remove_masks(total, self.options, cohort, (masked_with, survivors), revealed)
-        except Refused as refusal:
-            raise RoundFailed(self._failure(f"the masks could not be removed ({refusal})")) from None
+            agreed = self._collect_signatures(survivors, asked)
+            self._check_enough(sorted(agreed), cohort, "signed the list of survivors")
+            revealed = self._collect_revealed(cohort, survivors, {**asked, "agreed": agreed}, dealt)
+            remove_masks(total, self.options, cohort, (masked_with, survivors), revealed, dealt)
+        except (Refused, RoundFailed) as error:
+            if isinstance(error, FalseSecret):
+                self._leave_out([error.dealer])
+            if isinstance(error, FalseSecret) or self._is_refused_for_good(survivors, cohort):
+                self.transcript.write_sites(self._place("given-up"), [])
+            if isinstance(error, RoundFailed):
+                raise
+            raise RoundFailed(self._failure(f"the masks could not be removed ({error})")) from None
         failpoint("sum-unmasked")
         update = self._mean_update(total, cohort, survivors)
         for site in survivors:
@@ -151,6 +165,8 @@ class MaskedRound:
             keys = RoundKeys.from_json(dict(found))
             if dict(keys.received) != wanted[site] or keys.attempt != self.attempt:
                 raise Refused("cohort", f"{site} has signed other weights, or another attempt, than it was asked to")
+            check_public_key(keys.mask_key)
+            check_public_key(keys.cipher_key)
             most = self.algorithm.update_weight(Update({}, self._expect(site, sent[site]).examples))
             if keys.weight > most:
                 raise Refused("examples", f"{site} asks for a weight of {keys.weight:g} where {most:g} is its most")
@@ -171,34 +187,38 @@ class MaskedRound:
         failpoint("keys-collected")
         return Cohort(self.run, self.round, keys)
 
-    def _collect_shares(self, cohort: Cohort) -> tuple[list[SiteId], dict[SiteId, dict[SiteId, str]]]:
-        """Return the sites that mask with each other, and the encrypted shares by recipient and sender."""
+    def _leave_out(self, dealers: list[SiteId]) -> None:
+        """Leave sites out of the next attempt at this round, and name them."""
+        for site in dealers:
+            self._refuse(site, Refused("shares", f"{site} dealt false shares of its secrets"))
+        self.transcript.write_sites(self._place("left-out"), dealers)
+
+    def _left_out(self) -> set[SiteId]:
+        """Return the sites that were left out after earlier attempts at this round."""
+        places = [place_of(self.round, self.weights, attempt, "left-out") for attempt in range(self.attempt)]
+        return {site for place in places for site in self.transcript.read_sites(place) or ()}
+
+    def _collect_shares(self, cohort: Cohort) -> tuple[list[SiteId], DealtShares]:
+        """Return the sites that mask with each other, and what they have dealt to each other."""
 
         def check(site: SiteId, found: Fields) -> None:
-            holders = neighbours_of(site, cohort.sites, self.options.neighbours, cohort.digest)
-            if sorted(read_texts(found.get("sealed"))) != holders:
-                raise Refused("shares", f"{site} has not shared its secrets with the sites that it should")
+            check_dealt(site, neighbours_of(site, cohort.sites, self.options.neighbours, cohort.digest), found)
 
         def close(sites: list[SiteId]) -> None:
             self._check_enough(sites, cohort, "shared their secrets")
 
         found = self._ask("shares", cohort.sites, lambda _: self._masks(cohort), check, close)
-        masked_with = sorted(found)
-        sealed: dict[SiteId, dict[SiteId, str]] = {site: {} for site in masked_with}
-        for sender in masked_with:
-            for holder, text in found[sender]["sealed"].items():
-                if holder in sealed:
-                    sealed[holder][sender] = text
         failpoint("shares-collected")
-        return masked_with, sealed
+        return sorted(found), DealtShares(found)
 
-    def _collect_updates(self, cohort: Cohort, masked_with: list[SiteId]) -> Collected:
+    def _collect_updates(self, cohort: Cohort, masked_with: list[SiteId], dealt: DealtShares) -> Collected:
         """Return the sum of the masked updates, the survivors' signatures, and their replies without tensors."""
         place = self._place("train")
         if (kept := self._read_total(place)) is not None:
             return kept
         outbox = self.prepare("train", sites=masked_with)
-        self._add_field(outbox, lambda _: {**self._masks(cohort), "sites": masked_with})
+        self._add_field(outbox, lambda s: {**self._masks(cohort), "sites": masked_with, **dealt.for_holder(s)})
+        complaints: dict[SiteId, list[SiteId]] = {}
         total: dict[str, Words] = {}
         signatures: dict[SiteId, str] = {}
         accepted: dict[SiteId, tuple[Message, list[Any]]] = {}
@@ -207,6 +227,7 @@ class MaskedRound:
             try:
                 message, report = check_masked_reply(answer, self._expect(site, received))
                 signature = str(read_masks(message.fields).get("signature"))
+                complaints[site] = read_sites(read_masks(message.fields).get("unreadable"), cohort.keys)
                 if self.peers is not None:
                     self.peers.verify(site, "masked", cohort.masked_statement(site, masked_with), signature)
             except Refused as refusal:
@@ -216,6 +237,9 @@ class MaskedRound:
             signatures[site], accepted[site] = signature, (Message(message.fields, {}), report)
             del message, answer
             failpoint("masked-update-added")
+        if false := find_false_dealers(self.options, complaints):
+            self._leave_out(false)
+            raise RoundFailed(self._failure(f"other sites cannot read the shares of {', '.join(false)}"))
         self._check_enough(sorted(signatures), cohort, "sent their updates")
         for site, (message, _) in accepted.items():
             self.transcript.write_reply(place, site, message)
@@ -248,20 +272,16 @@ class MaskedRound:
         return {site: str(reply.get("signature")) for site, reply in found.items()}
 
     def _collect_revealed(
-        self,
-        survivors: list[SiteId],
-        asked: Fields,
-        agreed: Mapping[SiteId, str],
-        sealed: Mapping[SiteId, Mapping[SiteId, str]],
+        self, cohort: Cohort, survivors: list[SiteId], asked: Fields, dealt: DealtShares
     ) -> dict[SiteId, Fields]:
         """Return what each survivor reveals: shares of survivors' own masks and of lost sites' mask keys."""
 
-        def check(_: SiteId, found: Fields) -> None:
-            for part in ("own", "lost"):
-                for text in read_texts(found.get(part)).values():
-                    read_share(text)
+        def check(site: SiteId, found: Fields) -> None:
+            for part in PARTS:
+                for dealer, text in read_texts(found.get(part)).items():
+                    dealt.check_share(cohort.digest, dealer, site, part, read_share(text))
 
-        return self._ask("unmask", survivors, lambda site: {**asked, "agreed": agreed, "sealed": sealed[site]}, check)
+        return self._ask("unmask", survivors, lambda site: {**asked, **dealt.for_holder(site)}, check)
 
     def _mean_update(self, total: Mapping[str, Words], cohort: Cohort, survivors: list[SiteId]) -> Update:
         """Return the survivors' mean as one update that stands for all of them."""
@@ -357,6 +377,13 @@ class MaskedRound:
             least = max(least, self.quorum)
         if len(sites) < least:
             raise RoundFailed(self._failure(f"{len(sites)} of {len(cohort.keys)} sites {what}, and {least} are needed"))
+
+    def _is_refused_for_good(self, survivors: list[SiteId], cohort: Cohort) -> bool:
+        """Whether so many survivors refuse this attempt themselves, as with keys that are no longer theirs, that asking
+        the same again is of no use."""
+        known = {site: self.log.sites[site] for site in survivors}
+        refusing = sum(found.outcome == "refused" and found.kind is None for found in known.values())
+        return len(survivors) - refusing < self.options.threshold_of(len(cohort.keys))
 
     def _failure(self, why: str) -> str:
         failed = [f"{site}: {found.why}" for site, found in self.log.sites.items() if found.why]

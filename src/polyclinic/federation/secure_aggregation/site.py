@@ -4,6 +4,9 @@ Everything is derived again from the site's key of the run for every message, so
 Nothing but `Agreements` is remembered.
 """
 
+import contextlib
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +25,7 @@ from polyclinic.federation.secure_aggregation.cohort import (
     read_sites,
     read_texts,
 )
+from polyclinic.federation.secure_aggregation.commitments import hash_seed, hash_shares
 from polyclinic.privacy.masking.fixed_point import Words, as_tensor, grid_of, quantise_group
 from polyclinic.privacy.masking.masks import add_mask, neighbours_of, pair_sign
 from polyclinic.privacy.masking.secrets import RoundSecrets, derive_key
@@ -33,6 +37,9 @@ from polyclinic.storage.signatures import PeerKeys, SiteSigner
 
 FINEST = 100
 """The least standard deviation of noise in steps of the grid, so that rounding it does not show."""
+LARGEST_NOISE = 10.0
+"""No sum of noise is farther from 0 than so many of its standard deviations."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ class MaskingSite:
         agreements: What the site has bound itself to.
         least_sites: The smallest number of sites whose sum may hold this site's update.
         noise: The standard deviation of the noise that this site adds to its parameters, its share of a plan's.
+        tell: Called with what the site's own people should know, and nobody else.
     """
 
     signer: SiteSigner
@@ -60,6 +68,7 @@ class MaskingSite:
     agreements: Agreements = field(default_factory=Agreements)
     least_sites: int = 2
     noise: float = 0.0
+    tell: Callable[[str], None] = log.warning
 
     @property
     def site(self) -> SiteId:
@@ -86,6 +95,8 @@ class MaskingSite:
     def mask_update(self, order: Message, update: Bundle, secret: Stream | None) -> tuple[Bundle, Fields]:
         """Return a site's update as masked integers, and what goes into the field `masks` of its reply.
 
+        That is a signature, and the sites whose shares this one cannot read.
+
         Args:
             order: The order for the round.
             update: The new values by kind.
@@ -100,7 +111,11 @@ class MaskingSite:
         failpoint("update-masked")
         signature = self.signer.sign("masked", cohort.masked_statement(self.site, masked_with))
         tensors = {kind: {SUM: as_tensor(vectors[kind])} if kind in vectors else {} for kind in update}
-        return tensors, {"signature": signature}
+        opened = self._open_all(cohort, masked_with, read_masks(order.fields))
+        return tensors, {
+            "signature": signature,
+            "unreadable": sorted(set(self._holders_in(masked_with, cohort)) - {*opened}),
+        }
 
     def _make_keys(self, fields: Fields, masks: Fields) -> Fields:
         """Return the site's keys for this round and these weights, signed."""
@@ -115,8 +130,9 @@ class MaskingSite:
     def _share_secrets(self, fields: Fields, masks: Fields) -> Fields:
         """Return shares of the site's secrets, encrypted for its neighbours."""
         cohort = self._read_cohort(fields, None)
+        self._check_room(len(cohort.keys))
         secrets, holders = self._secrets_in(cohort), self._neighbours(cohort)
-        shares = self._split(secrets, cohort, holders)
+        shares = self._split(secrets, cohort, [*holders, self.site])
         sealed = {
             other: encode_bytes(
                 secrets.seal_shares(cohort.keys[other].cipher_key, cohort.digest, (self.site, other), shares[other])
@@ -124,7 +140,9 @@ class MaskingSite:
             for other in holders
         }
         failpoint("secrets-shared")
-        return {"sealed": sealed}
+        hashes = {other: hash_shares(cohort.digest, self.site, other, found) for other, found in shares.items()}
+        seed = hash_seed(cohort.digest, self.site, secrets.own_seed(cohort.digest))
+        return {"sealed": sealed, "hashes": hashes, "seed": seed}
 
     def _agree_survivors(self, fields: Fields, masks: Fields) -> Fields:
         """Sign the list of survivors, the only one that this site signs in this round."""
@@ -145,27 +163,32 @@ class MaskingSite:
             self.peers.verify(site, "survivors", cohort.survivors_statement(masked_with, survivors), signature)
         if len(signed) < self.options.threshold_of(len(cohort.keys)):
             raise Refused("agreement", f"{len(signed)} sites have signed the list of survivors, which are too few")
-        secrets, sealed = self._secrets_in(cohort), read_texts(masks.get("sealed"))
         own: dict[str, str] = {}
         lost: dict[str, str] = {}
-        for other in (set(self._neighbours(cohort)) | {self.site}) & set(masked_with):
-            shares = self._open_shares(secrets, cohort, other, sealed)
-            if shares is not None:
-                target, value = (own, shares[1]) if other in survivors else (lost, shares[0])
-                target[other] = f"{value:x}"
+        for other, shares in self._open_all(cohort, masked_with, masks).items():
+            target, value = (own, shares[1]) if other in survivors else (lost, shares[0])
+            target[other] = f"{value:x}"
         failpoint("shares-revealed")
         return {"own": own, "lost": lost}
 
+    def _open_all(self, cohort: Cohort, masked_with: Sequence[SiteId], masks: Fields) -> dict[SiteId, tuple[int, int]]:
+        """Return this site's shares of the mask key and own mask of itself and of each dealer whose it can read."""
+        sealed, hashes = (read_texts(masks.get(name, {})) for name in ("sealed", "hashes"))
+        secrets = self._secrets_in(cohort)
+        found = self._split(secrets, cohort, [self.site])
+        for dealer in self._holders_in(masked_with, cohort):
+            shares = self._open_shares(secrets, cohort, dealer, sealed.get(dealer))
+            if shares is not None and hash_shares(cohort.digest, dealer, self.site, shares) == hashes.get(dealer):
+                found[dealer] = shares
+        return found
+
     def _open_shares(
-        self, secrets: RoundSecrets, cohort: Cohort, other: SiteId, sealed: Mapping[SiteId, str]
+        self, secrets: RoundSecrets, cohort: Cohort, dealer: SiteId, sealed: str | None
     ) -> tuple[int, int] | None:
-        """Return this site's shares of the mask key and of the own mask of another site, or of itself."""
-        if other == self.site:
-            return self._split(secrets, cohort, [self.site])[self.site]
-        if other not in sealed:
-            return None
-        cipher_key, route = cohort.keys[other].cipher_key, (other, self.site)
-        return secrets.open_shares(cipher_key, cohort.digest, route, decode_bytes(sealed[other]))
+        with contextlib.suppress(Refused):  # what a dealer has not even written in base64
+            route = dealer, self.site
+            return secrets.open_shares(cohort.keys[dealer].cipher_key, cohort.digest, route, decode_bytes(sealed))
+        return None
 
     def _split(self, secrets: RoundSecrets, cohort: Cohort, holders: Sequence[SiteId]) -> dict[SiteId, tuple[int, int]]:
         """Return the shares of this site's mask key and own mask by holder."""
@@ -180,15 +203,28 @@ class MaskingSite:
     def _quantise(
         self, update: Bundle, received: Bundle, cohort: Cohort, summands: int, secret: Stream | None
     ) -> dict[str, Words]:
-        """Return the update's integers by kind, with this site's share of the noise in those of the parameters."""
+        """Return the update's integers by kind, with this site's share of the noise in those of the parameters.
+
+        What the sum could not carry is brought into range, and said to the site's own people only: the server gets a
+        masked update in any case, and so not even the fact that a value was out of range.
+        """
+        self._check_room(summands)
         if self.options.bound is not None:
             clipped, _ = clip(join_kinds(update, ("model",)), self.options.bound, join_kinds(received, ("model",)))
             update = split_kinds(clipped, update, ("model",))
         vectors: dict[str, Words] = {}
+        changed = 0
         for kind, group in sorted(update.items()):
             if group:
                 weight = 1.0 if kind in self.unweighted else self.weight / cohort.largest_weight
-                vectors[kind] = quantise_group(kind, group, received.get(kind, {}), weight, summands)
+                limit = grid_of(kind).limit(summands, self._noise_reach(summands) if kind == "model" else 0.0)
+                vectors[kind], found = quantise_group(kind, group, received.get(kind, {}), weight, limit)
+                changed += found
+        if changed:
+            self.tell(
+                f"{changed} values of the update of {self.site} in round {cohort.round} were not finite, or farther "
+                "from 0 than masked sums carry, and were brought into range; if it goes on, lower the learning rate"
+            )
         if self.noise:
             assert secret is not None
             step, model = grid_of("model").step, vectors["model"]
@@ -196,15 +232,33 @@ class MaskingSite:
             np.add(model, drawn.numpy().astype(np.int64).astype(model.dtype), out=model)
         return vectors
 
+    def _noise_reach(self, summands: int) -> float:
+        """Return how far from 0 the rounded noise of so many sites together may come, in steps of the grid."""
+        drawn = LARGEST_NOISE * math.sqrt(summands) * self.noise / grid_of("model").step
+        return drawn + summands / 2 if drawn else 0.0
+
+    def _check_room(self, summands: int) -> None:
+        """Raise `Refused` if the noise of so many sites leaves no room for their updates, whatever these are."""
+        if grid_of("model").limit(summands, self._noise_reach(summands)) < 1:
+            raise Refused(
+                "privacy",
+                f"the noise of {summands} sites is more than masked sums carry; lower privacy.clip, or raise "
+                "privacy.epsilon",
+            )
+
     def _add_masks(self, vectors: dict[str, Words], cohort: Cohort, masked_with: Sequence[SiteId]) -> None:
         secrets = self._secrets_in(cohort)
         add_mask(vectors, secrets.own_seed(cohort.digest), 1)
-        for other in set(self._neighbours(cohort)) & set(masked_with):
+        for other in self._holders_in(masked_with, cohort):
             seed = secrets.pair_seed(cohort.keys[other].mask_key, cohort.digest)
             add_mask(vectors, seed, pair_sign(self.site, other))
 
     def _neighbours(self, cohort: Cohort) -> list[SiteId]:
         return neighbours_of(self.site, cohort.sites, self.options.neighbours, cohort.digest)
+
+    def _holders_in(self, masked_with: Sequence[SiteId], cohort: Cohort) -> list[SiteId]:
+        """Return those of these sites with which this one shares masks and secrets."""
+        return sorted(set(self._neighbours(cohort)) & set(masked_with))
 
     def _read_cohort(self, fields: Fields, received: Mapping[str, str] | None) -> Cohort:
         """Return the verified cohort of a message; `received`: hashes that this site must have signed."""
@@ -217,7 +271,7 @@ class MaskingSite:
         secrets = self._secrets_in(cohort)
         public = secrets.mask_key.public_key().public_bytes_raw(), secrets.cipher_key.public_key().public_bytes_raw()
         if (own.mask_key, own.cipher_key) != public:
-            raise Refused("cohort", f"the keys of {self.site} in this round are not its own")
+            raise Refused("cohort", f"the keys of {self.site} in this round are not its own; ask it for new ones")
         cohort.check(self.options, self.peers, self.least_sites)
         # In two cohorts with the same keys, one could reveal this site's mask key and the other its own mask.
         self.agreements.bind(cohort.round, f"cohort of attempt {own.attempt}", cohort.digest)
@@ -260,7 +314,7 @@ class MaskingSite:
 
     def _secrets(self, fields: Fields, received: Mapping[str, str], attempt: int) -> RoundSecrets:
         hashes = [text for item in sorted(received.items()) for text in item]
-        where = str(fields["run"]), int(fields["round"]), attempt
+        where = str(fields["run"]), int(fields["round"]), attempt, self.agreements.times_allowed
         return RoundSecrets(derive_key(self.read_key(), "masks", *where, *hashes))
 
 

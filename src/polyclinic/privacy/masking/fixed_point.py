@@ -3,9 +3,11 @@
     (1)  q_k = round(w_k · (update_k − received) / step)  mod 2^bits        at site k
     (2)  mean = received + step · (Σ_k q_k) / Σ_k w_k                       at the server, whatever the order of the sum
 
-A value that the sum could not carry is refused at the site, by name: it never wraps around in silence.
+A value that the sum could not carry is brought into range at the site, so that no sum wraps around, and NaN counts as
+no change. It is not refused: whoever chooses the weights could learn from each refusal what an update was.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -14,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from polyclinic.core import Refused, Tensors
+from polyclinic.core import Tensors
 
 Words: TypeAlias = NDArray[Any]
 """A vector of unsigned integers, whose arithmetic wraps around."""
@@ -37,9 +39,10 @@ class FixedGrid:
         """The type in which they travel."""
         return torch.int32 if self.bits == 32 else torch.int64
 
-    def limit(self, summands: int) -> int:
-        """Return the largest integer of which `summands` can be added without wrapping around."""
-        return ((1 << (self.bits - 1)) - 1) // summands
+    def limit(self, summands: int, reserved: float = 0.0) -> int:
+        """Return the largest integer of which `summands` can be added without wrapping around, and `reserved` besides;
+        0 or less if there is no room for that alone."""
+        return ((1 << (self.bits - 1)) - 1 - math.ceil(reserved)) // summands
 
 
 PARAMETERS = FixedGrid(32, 2.0**-24)
@@ -53,29 +56,22 @@ def grid_of(kind: str) -> FixedGrid:
     return PARAMETERS if kind == "model" else WIDE
 
 
-def quantise_group(kind: str, group: Tensors, received: Tensors, weight: float, summands: int) -> Words:
-    """Return the integers (1) of a kind's tensors as one vector, in the order of names.
+def quantise_group(kind: str, group: Tensors, received: Tensors, weight: float, limit: int) -> tuple[Words, int]:
+    """Return the integers (1) of a kind's tensors as one vector, in the order of names, and how many had to be changed.
 
-    A tensor that was not received is measured from 0. Raises `Refused` for NaN, infinity and values that the sum of
-    `summands` sites could not carry.
+    A tensor that was not received is measured from 0. Integers beyond ±`limit` become ±`limit`, and NaN becomes 0.
     """
-    grid, pieces = grid_of(kind), []
-    limit = grid.limit(summands)
+    grid, pieces, changed = grid_of(kind), [], 0
+    most = float(limit) if float(limit) <= limit else math.nextafter(limit, 0)  # 64 bits have no float of their own
     for name in sorted(group):
         moved = group[name].detach().cpu().double()
         if name in received:
             moved = moved - received[name].detach().cpu().double()
         scaled = moved.mul(weight / grid.step).round_().reshape(-1)
-        largest = float(scaled.abs().max()) if scaled.numel() else 0.0
-        if not largest <= limit:
-            distance, reach = largest * grid.step / (weight or 1.0), limit * grid.step
-            raise Refused(
-                "saturation",
-                f"{kind}/{name[:60]} moved by {distance:.3g}, where masks carry {reach:.3g} at most; lower the "
-                "learning rate, or leave the stage mask out",
-            )
+        changed += int((~(scaled.abs() <= most)).sum())
+        scaled.nan_to_num_(0.0, math.inf, -math.inf).clamp_(-most, most)
         pieces.append(scaled.numpy().astype(np.int64).astype(grid.words))
-    return np.concatenate(pieces) if pieces else np.zeros(0, grid.words)
+    return (np.concatenate(pieces) if pieces else np.zeros(0, grid.words)), changed
 
 
 def restore_group(

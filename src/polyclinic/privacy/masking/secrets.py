@@ -1,7 +1,7 @@
 """The secrets of a site in a round of masked sums, all derived from its key of the run, so that a killed site has
 them again: two X25519 key pairs, the seed of its own mask, and the coefficients by which both are shared.
 
-    key of the round = HKDF(key of the run, run, round, hashes of the weights)        RFC 5869, SHA-256
+    key of the round = HKDF(key of the run, run, round, attempt, …)                   RFC 5869, SHA-256
     seed of a pair   = HKDF(X25519(own mask key, the other's), cohort)                the same at both sites
     sealed shares    = ChaCha20-Poly1305 under HKDF(X25519(own cipher key, the other's), cohort, from, to)
 
@@ -88,6 +88,11 @@ class RoundSecrets:
 def pair_seed(own: X25519PrivateKey, other: bytes, cohort: str) -> bytes:
     """Return the seed of a pair's mask from one private and one public mask key."""
     return derive_key(_agree(own, other), "pair", cohort)
+
+
+def check_public_key(key: bytes) -> None:
+    """Raise `Refused` unless a secret can be agreed on with the owner of this public key."""
+    _agree(X25519PrivateKey.generate(), key)
 
 
 def _agree(own: X25519PrivateKey, other: bytes) -> bytes:
