@@ -352,9 +352,13 @@ def test_a_round_that_was_charged_and_cut_off_pays_for_no_evaluation(home: Path)
         patch.setattr(SiteRunner, "start_local", lambda *_: 1 / 0)
         with suppress(ZeroDivisionError):
             desk.answer_message(rounds.prepare_outbox("train", 2, state, ["hill"], [])["hill"])
-    told = said(desk.answer_message(rounds.prepare_outbox("evaluate", 2, state, ["hill"], ["test"])["hill"]))
+    early, told = (
+        said(desk.answer_message(rounds.prepare_outbox("evaluate", number, state, ["hill"], ["test"])["hill"]))
+        for number in (2, 3)
+    )
+    assert "asks for the evaluation, which follows round 2" in early["why"]
     assert "scores" in told
-    assert [(number, purpose) for number, purpose, _ in charged(desk)] == [(1, "train"), (2, "train"), (2, "evaluate")]
+    assert [(number, purpose) for number, purpose, _ in charged(desk)] == [(1, "train"), (2, "train"), (3, "evaluate")]
 
 
 def test_a_round_that_people_allow_again_has_other_noise_and_is_charged_again(home: Path) -> None:
