@@ -21,6 +21,7 @@ from polyclinic.core import DataError, PolyclinicError, Refused, StoreError, __v
 from polyclinic.deploy.cohort import (
     FIELD,
     FIELDS,
+    SIGNED,
     SiteCohort,
     Statement,
     hash_shared_kinds,
@@ -292,7 +293,7 @@ class SiteMessageHandler:
         """The statements of this run's sites; None where the other sites' keys are not known."""
         if self.peers is None:
             return None
-        path = self._run_folder(run) / "signed.jsonl"
+        path = self._run_folder(run) / SIGNED
         return SiteCohort(self.config.federation, run, path, self.peers.signer, self.peers.keys)
 
     def _check_cohort(self, run: str, round: int, fields: Mapping[str, object]) -> SiteCohort | None:
