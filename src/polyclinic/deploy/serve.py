@@ -176,8 +176,8 @@ def enrol_sites(
     if not enrolment.profiles or len(enrolment.profiles) < needed:
         why = "; ".join(f"{site}: {reason}" for site, reason in absent.items())
         raise RoundFailed(
-            f"{len(enrolment.profiles)} of {len(kept or sites)} sites enrolled, {needed} are needed ({why}); mend that, or set "
-            "quorum"
+            f"{len(enrolment.profiles)} of {len(kept or sites)} sites enrolled, {needed} are needed ({why}); mend "
+            "that, or set quorum"
         )
     check_least_sites(recipe, enrolment.least_sites, len(kept or sites))
     taking = kept or enrolment.profiles  # a site that is only late may still join a round
