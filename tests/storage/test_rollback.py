@@ -51,7 +51,9 @@ def test_going_back_ends_in_the_same_bits(tmp_path: Path) -> None:
     assert SnapshotStore(folder / "snapshots").rounds() == [2, 3, 4, 5, 6], "five are kept"
     asked = CliRunner().invoke(app, ["rollback", str(folder), "--to", "3"])
     assert asked.exit_code == 1
-    assert "rounds 4 to 6 would be undone, and there is no terminal to ask; give --yes" in " ".join(asked.output.split())
+    assert "rounds 4 to 6 would be undone, and there is no terminal to ask; give --yes" in " ".join(
+        asked.output.split()
+    )
     assert SnapshotStore(folder / "snapshots").rounds() == [2, 3, 4, 5, 6], "nothing is undone"
     answer = CliRunner().invoke(app, ["rollback", str(folder), "--to", "3", "--yes"])
     assert answer.exit_code == 0, answer.output

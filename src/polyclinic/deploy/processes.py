@@ -199,6 +199,7 @@ def serve_site(
             config.retry,
             largest_message,
             note_absence,
+            is_done,
         )
         over = threading.Event()
         watcher = threading.Thread(target=_watch_site, args=(connection, board, notifier, is_done, over), daemon=True)

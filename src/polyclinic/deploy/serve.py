@@ -30,7 +30,7 @@ from polyclinic.deploy.site.policy import unnamed_weights
 from polyclinic.federation.engines import Answer, Engine, RemoteExecution
 from polyclinic.federation.mailbox import DividedMessages, Outbox, message_parts
 from polyclinic.federation.rounds import Watch
-from polyclinic.runs.assemble import assemble, first_weights_digests, make_no_plan
+from polyclinic.runs.assemble import assemble, check_round_size, first_weights_digests, make_no_plan
 from polyclinic.runs.experiment import Experiment, run_tracked
 from polyclinic.runs.remote_sites import RemoteSites, SiteProfile, find_misfits
 from polyclinic.runs.result import RunResult, read_result
@@ -114,6 +114,7 @@ def check_servable(recipe: Recipe, sites: Sequence[SiteId], folder: Path) -> Non
         wanted = getattr(recipe, name)
         if wanted is not None and wanted > count:
             raise RecipeError(f"a {name} of {wanted} is asked of {count} sites; lower or drop {name}")
+    check_round_size(recipe, known["cohort"])
     check_tracking(recipe.track, folder)
     check_same_recipe(folder, recipe, served=True)
     if not RunFolder(folder).is_finished:

@@ -139,6 +139,9 @@ class ServerStatus:
         elif event == "absent":
             self.log.warning("%s did not enrol: %s: %s", info["site"], info["kind"], info["why"])
             self.absent[info["site"]] = f"{info['kind']}: {info['why']}"
+        ended = event == "round done" and (info.get("stopped") or info["round"] == self.facts.get("rounds"))
+        if ended or event == "evaluated":
+            self.facts["state"] = "evaluating"
         if event in ("site", "evaluated"):
             self.silent.pop(info["site"], None)
         if event == "outlier":
