@@ -209,7 +209,8 @@ class ServerCohort:
         they count no longer, or a site that is absent now would be shown with weights that nobody else received.
         """
         self._sent = {}
-        self._undo_from(min((int(f["round"]) for f in outbox.fields.values() if f["purpose"] == "train"), default=0))
+        trained = [int(str(order["round"])) for order in outbox.fields.values() if order["purpose"] == "train"]
+        self._undo_from(min(trained, default=0))
         oldest = min((int(str(fields["oldest_snapshot"])) for fields in outbox.fields.values()), default=0)
         for round in [round for round in self.statements if 0 < round < oldest]:
             del self.statements[round]  # no resume goes back so far; the file has them

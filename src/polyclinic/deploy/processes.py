@@ -114,7 +114,9 @@ def open_server(
             config.federation,
             revoked=read_revoked_keys(config.revoked),
         )
-        with log_to_file(config.folder / "server.log", config.log == "json"), link, _open_monitor(config, board, link):
+        as_json = config.log == "json"
+        logged = log_to_file(config.folder / "server.log", as_json, on_terminal=as_json)
+        with logged, link, _open_monitor(config, board, link):
             upkeep = Upkeep(
                 config,
                 file,

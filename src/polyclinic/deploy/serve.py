@@ -48,6 +48,8 @@ SPEAKS: Mapping[str, object] = {"version": __version__, "protocol": PROTOCOL}
 UNFIT = "unfit"
 """Names the run that is announced to a site that does not fit, so that it can explain why."""
 REVOKED = "it was revoked: server.yaml lists it no longer"
+NOT_BEGUN = "not-begun"
+"""Names the run that sites enrolled for, when it does not begin."""
 FAREWELL = 30.0
 """Seconds that a finished run waits until the sites have heard that it is over."""
 
@@ -157,7 +159,8 @@ def enrol_sites(
         The profile of each site that takes part, and for each other site why it does not.
     """
     kept, enrolment = read_enrolment(folder), Enrolment(recipe, remote, watch, read_peers)
-    for site in dict.fromkeys([*kept, *sites]):
+    everybody = list(dict.fromkeys([*kept, *sites]))
+    for site in everybody:
         if kept and site not in kept:
             enrolment.exclude_site(
                 site, Failure("refused", "it was not there when this run began; only a new run can have it")
@@ -173,14 +176,20 @@ def enrol_sites(
                 f"site {site} has other data than when this run began; give it the same again, or start anew in "
                 "another folder"
             )
-    needed, absent = recipe.quorum or len(kept or sites), enrolment.absent
+    needed = recipe.quorum or len(kept or sites)
+    absent = {site: enrolment.absent[site] for site in everybody if site in enrolment.absent}
     if not enrolment.profiles or len(enrolment.profiles) < needed:
+        enrolment.report_dropped_run(f"{len(enrolment.profiles)} sites enrolled for {recipe.name}, {needed} are needed")
         why = "; ".join(f"{site}: {reason}" for site, reason in absent.items())
         raise RoundFailed(
             f"{len(enrolment.profiles)} of {len(kept or sites)} sites enrolled, {needed} are needed ({why}); mend "
             "that, or set quorum"
         )
-    check_least_sites(recipe, enrolment.least_sites, len(kept or sites))
+    try:
+        check_least_sites(recipe, enrolment.least_sites, len(kept or sites))
+    except RecipeError as error:
+        enrolment.report_dropped_run(str(error))
+        raise
     taking = kept or enrolment.profiles  # a site that is only late may still join a round
     return taking, {site: why for site, why in absent.items() if site not in taking}
 
@@ -241,6 +250,13 @@ class Enrolment:
     def exclude_site(self, site: SiteId, failure: Failure) -> None:
         self.absent[site] = f"{failure.kind}: {failure.sentence}"
         self.watch("absent", {"site": site, "kind": failure.kind, "why": failure.sentence})
+
+    def report_dropped_run(self, why: str) -> None:
+        """Tell the sites that have enrolled that no run begins."""
+        fields = {"purpose": "end", "run": NOT_BEGUN, "not begun": why}
+        list(
+            ask_sites(self.remote.engine, fields, list(self.profiles), min(FAREWELL, self.remote.deadline or FAREWELL))
+        )
 
     def _explain_misfit(self, site: SiteId) -> None:
         """Announce a run with the other sites' shape of data, so that the site's own log says what to correct."""
