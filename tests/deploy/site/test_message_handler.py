@@ -330,7 +330,7 @@ def test_a_site_needs_only_its_own_of_several_sets_whatever_the_folder_is_called
 
 
 def test_a_site_that_may_begin_no_further_run_today_does_not_enrol(home: Path, tmp_path: Path) -> None:
-    """Refused only at `begin`, it would be missing in a run whose other sites had begun; a run that has is continued."""
+    """Refused only at `begin`, it would be missing among sites that had begun; a run that has begun is continued."""
     desk = desks(home, tmp_path.name, ("hill",), allow={**EVERYTHING, "runs_per_day": 1})["hill"]
     assert said(desk.answer_message(beginning(simulation(recipe(), home), "hill")))["ready"]
     assert "card" in said(desk.answer_message(asked("enrol", "hill", recipe())))
