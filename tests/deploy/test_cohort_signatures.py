@@ -10,7 +10,8 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,26 @@ from polyclinic.deploy.provisioning.certificates import (
     read_private_key,
 )
 from polyclinic.deploy.provisioning.peer_list import PeerList, encode_peers, read_peers
-from polyclinic.deploy.provisioning.provision import provision_federation, rotate_all, rotate_site
-from polyclinic.deploy.serve import run_deployed
+from polyclinic.deploy.provisioning.provision import (
+    add_site,
+    provision_federation,
+    revoke_site,
+    rotate_all,
+    rotate_site,
+)
+from polyclinic.deploy.serve import REVOKED, run_deployed
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
+from polyclinic.deploy.site.orders import allow_round
 from polyclinic.deploy.site.peers import SitePeers
+from polyclinic.evaluation.rows import CostRow
 from polyclinic.federation.engines import RemoteExecution
 from polyclinic.federation.mailbox import Outbox
 from polyclinic.federation.progress import Progress
+from polyclinic.federation.rounds import Watch
 from polyclinic.storage import messages
+from polyclinic.storage.rollback import roll_back
+from polyclinic.storage.run_folder import RunFolder
 from polyclinic.storage.signatures import SiteSigner
 from polyclinic.storage.site_memory import RamMemory
 from tests.deploy.example_sites import (
@@ -236,6 +248,79 @@ def test_a_site_that_was_away_comes_back_and_a_late_one_joins(home: Path, k: Pat
         played(k, strict.answer, tmp_path / "closed", rounds=4)
         == simulation(recipe(rounds=4), home).run().summary.sha256
     )
+
+
+def test_a_run_outlives_the_revocation_of_a_site_and_restarts(home: Path, k: Path, tmp_path: Path) -> None:
+    """Lake is revoked in round 2, and the server is stopped: it goes on with two, and with lake once that is back."""
+    allowed, run = {**EVERYTHING, "least_sites": 2}, tmp_path / "run"
+    crossing, settings = Crossing(signing(home, k, tmp_path.name, allow=allowed)), {"rounds": 6, "quorum": 2}
+    events: list[tuple[str, Mapping[str, Any]]] = []
+
+    def serve(sites: Sequence[SiteId], last: int) -> None:
+        def answer(site: SiteId, data: bytes) -> bytes | Failure:
+            fields = messages.decode(data).fields
+            if fields["purpose"] == "train" and fields["round"] == 2 and "lake" in listed(k)()["sites"]:  # type: ignore[index,operator]
+                revoke_site(k, "lake")
+            if fields["purpose"] == "train" and fields["round"] > last:
+                raise Dies
+            gone = site == "lake" and "lake" not in listed(k)()["sites"]  # type: ignore[index,operator]
+            return away(crossing, site) if gone else crossing.answer(site, data)
+
+        there = RemoteExecution(MockEngine(answer), "mock")
+        watch: Watch = lambda event, info: events.append((event, dict(info)))  # noqa: E731
+        run_deployed(recipe(**settings), there, sites, run, watch, read_peers=listed(k))
+
+    with pytest.raises(Dies):
+        serve(SITES, 3)
+    enrolled = (run / "enrolled.json").read_text()
+    assert "lake" in enrolled
+    with pytest.raises(Dies):
+        serve(("harbour", "hill"), 4)
+    assert ("absent", {"site": "lake", "kind": "dead", "why": REVOKED}) in events
+    assert (run / "enrolled.json").read_text() == enrolled
+    add_site(k, "lake")
+    crossing.desks = {**crossing.desks, "lake": signing(home, k, tmp_path.name, allow=allowed)["lake"]}
+    serve(("lake", "harbour", "hill"), 6)
+    rows = [row for row in RunFolder(run).ledger() if isinstance(row, CostRow) and row.event == "round"]
+    took = [{site for site, sent in row.sites.items() if sent.outcome == "accepted"} for row in rows]
+    assert took == [set(SITES), *[{"harbour", "hill"}] * 3, *[set(SITES)] * 2]
+
+
+def test_going_back_without_a_site_accuses_nobody(home: Path, k: Path, tmp_path: Path) -> None:
+    """Five rounds are played, and those after the second again, without lake and then with it; each site is asked to
+    allow the rounds that differ from what it answered, and no statement of the undone rounds is compared."""
+    allowed, run = {**EVERYTHING, "least_sites": 2}, tmp_path / "run"
+    crossing = Crossing(signing(home, k, tmp_path.name, allow=allowed))
+    allowing: list[tuple[SiteId, int]] = []
+
+    def serve(last: int, without: range = range(0)) -> None:
+        def answer(site: SiteId, data: bytes) -> bytes | Failure:
+            fields = messages.decode(data).fields
+            round = fields.get("round", 0) if fields["purpose"] == "train" else 0
+            if round > last:
+                raise Dies
+            if site == "lake" and without and (round in without or not round):
+                return away(crossing, site)
+            reply = crossing.answer(site, data)
+            if isinstance(reply, Failure) and "allow-round" in reply.sentence:
+                *_, named, number = reply.sentence.split()
+                allow_round(home / site / tmp_path.name / "runs" / named, int(number))
+                allowing.append((site, int(number)))
+                reply = crossing.answer(site, data)
+            assert not isinstance(reply, Failure), reply
+            return reply
+
+        with suppress(Dies):
+            played(k, answer, run, rounds=6, quorum=2)
+
+    serve(5)
+    assert allowing == []
+    roll_back(run, 2)
+    serve(4, without=range(1, 5))
+    assert allowing == [("harbour", 4), ("hill", 4)], "round 3 comes with the same contents as before"
+    serve(6)
+    assert allowing[2:] == [("lake", 5)], "the others have gone back already"
+    assert RunFolder(run).is_finished
 
 
 def test_a_key_can_be_rotated_while_a_run_goes_on(home: Path, k: Path, tmp_path: Path) -> None:

@@ -98,6 +98,8 @@ def test_health_is_short_and_the_public_port_has_neither(monitored: tuple[SiteRe
     play(reception)
     health = httpx.get(f"{at}/health", trust_env=False).json()
     assert (health["state"], health["round"], health["rounds"]) == ("running", 2, 5)
+    reception.board.record_event("round done", {"round": 5, "seconds": 1.5, "stopped": False})
+    assert httpx.get(f"{at}/health", trust_env=False).json()["state"] == "evaluating"
     assert httpx.get(f"{at}/", trust_env=False).status_code == 404
     assert httpx.post(f"{at}/health", trust_env=False).status_code == 501
     public = f"https://127.0.0.1:{reception.link.port}"

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -21,23 +22,37 @@ pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
 from polyclinic import Recipe, run
 from polyclinic.cli.display import result_table
-from polyclinic.cli.server import serve, status
+from polyclinic.cli.server import ServePatience, ServerTerminal, play_queued, serve, status
 from polyclinic.core.errors import EngineError, PolyclinicError, RecipeError, RoundFailed, StoreError
 from polyclinic.core.jobs import Failure
 from polyclinic.core.types import SiteId
+from polyclinic.deploy import recipe_queue
 from polyclinic.deploy.config import ServerConfig
 from polyclinic.deploy.flower.client import SiteConnection
-from polyclinic.deploy.processes import open_server
+from polyclinic.deploy.flower.server import FlowerEngine
+from polyclinic.deploy.processes import SiteRegistration, open_server
 from polyclinic.deploy.provisioning.provision import rotate_site
+from polyclinic.deploy.recipe_queue import RecipeQueue
 from polyclinic.deploy.serve import run_deployed
 from polyclinic.deploy.site.config import SiteConfig
+from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.deploy.site.participation import WITHHELD
 from polyclinic.deploy.status import WAITING, ServerStatus
 from polyclinic.federation import rounds
 from polyclinic.federation.engines import RemoteExecution
 from polyclinic.storage import messages
 from polyclinic.storage.run_folder import RunFolder
-from tests.deploy.example_sites import EVERYTHING, SITES, TABLE, ApprovingHandler, Crossing, desks, recipe
+from tests.deploy.example_sites import (
+    EVERYTHING,
+    SITES,
+    TABLE,
+    ApprovingHandler,
+    Crossing,
+    approve,
+    config as example_config,
+    desks,
+    recipe,
+)
 from tests.deploy.flower.test_gateway import attending, until
 from tests.deploy.memory_grid import MemoryGrid, echo, engine_of, orders, said as answers
 from tests.deploy.real_processes import free_port, furnish
@@ -157,6 +172,83 @@ def test_a_simulation_is_not_taken_for_a_run_between_sites(place: Path, tmp_path
     _, error = said(status, out)
     assert isinstance(error, StoreError)
     assert "holds a simulation, without real sites" in str(error)
+
+
+def test_with_a_json_log_the_terminal_has_one_object_a_line(place: Path, tmp_path: Path) -> None:
+    """Events, sentences, the result and errors."""
+    values = yaml.safe_load((place / KITS).read_text()) | {"log": "json", "folder": str(tmp_path / "state")}
+    file, path = (place / KITS).with_name("lines.yaml"), tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(values))
+
+    def lines(found: Recipe, *words: str) -> tuple[int, list[dict[str, Any]]]:
+        path.write_text(found.to_yaml())
+        app = typer.Typer()
+        app.command()(serve)
+        ended = CliRunner().invoke(app, [str(file), str(path), "--out", str(tmp_path / "run"), *words])
+        return ended.exit_code, [json.loads(line) for line in ended.output.splitlines()]
+
+    with at_work(place, tmp_path):
+        code, told = lines(recipe(rounds=1))
+    assert code == 0
+    assert [line["round"] for line in told if line.get("event") == "round done"] == [1]
+    assert any("listening for sites on" in line["message"] for line in told)
+    assert told[-1]["event"] == "finished"
+    assert told[-1]["summary"]["rounds"] == 1
+    assert all({"time", "level", "source", "message"} <= line.keys() for line in told)
+    code, told = lines(recipe(rounds=2), "--wait", "0")
+    assert (code, [line["level"] for line in told]) == (1, ["error"])
+    assert "another recipe" in told[0]["message"]
+
+
+class RegisteredGrid(MemoryGrid):
+    """A link whose sites are all registered and connected."""
+
+    gate = SimpleNamespace(last_seen={}, versions={})
+
+    def registered_sites(self) -> list[SiteId]:
+        return list(self.answers)
+
+    connected_sites = registered_sites
+
+
+def test_a_recipe_of_a_folder_that_a_site_approves_later_is_played(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the others are told that no run begins, and people of the failures: a wrong key, and a refusal."""
+    found, recipes, heard = recipe(rounds=1), tmp_path / "recipes", list[str]()
+    recipes.mkdir()
+    (recipes / "0.yaml").write_text("name: broken\nround: 3\n")
+    (recipes / "a.yaml").write_text(found.to_yaml())
+    handlers = desks(place, "later") | {"hill": SiteMessageHandler(example_config(place, "hill", "later"))}
+    handlers["lake"].report = heard.append
+    grid = RegisteredGrid({site: handlers[site].answer_message for site in SITES})
+    config = ServerConfig.load(place / KITS)
+    config = config.model_copy(update={"insecure": True, "peers": tmp_path / "none", "folder": tmp_path})
+    reception, notices = SiteRegistration(cast(Any, grid), FlowerEngine(grid), ServerStatus(config, [])), list[str]()
+    monkeypatch.setattr(reception.board.notifier, "send", lambda *words: notices.append(": ".join(words)))
+    queue, terminal = RecipeQueue(recipes, tmp_path / "runs"), ServerTerminal(as_lines=True)
+    connected = tuple(grid.connected_since().items())
+
+    def play_next() -> str:
+        path = queue.next_recipe(connected)
+        assert path is not None
+        play_queued(reception, terminal, queue, path, {}, ServePatience(None, None), None)
+        return path.name
+
+    assert play_next() == "0.yaml"
+    assert "failed: 0.yaml: " in notices[0]
+    assert "round" in notices[0]
+    assert play_next() == "a.yaml"
+    assert "failed: a.yaml: 2 of 3 sites enrolled, 3 are needed (hill: refused: " in notices[1]
+    assert heard[-1] == "no run begins: 2 sites enrolled for law, 3 are needed"
+    assert (queue.next_recipe(connected), queue.waiting_recipes()) == (None, ["a.yaml"])
+    monkeypatch.setattr(recipe_queue, "RETRY", 0.0)
+    assert play_next() == "a.yaml"
+    assert len(notices) == 2, "this is known"
+    approve(handlers["hill"].config.folder, found)
+    assert play_next() == "a.yaml"
+    assert RunFolder(tmp_path / "runs" / "a").is_finished
+    assert queue.waiting_recipes() == []
 
 
 FORESEEN: dict[str, tuple[dict[str, Any], type[PolyclinicError], str]] = {

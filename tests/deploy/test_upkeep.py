@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -145,14 +146,29 @@ def test_recipes_are_played_by_name_and_a_failed_one_again_when_it_changes(tmp_p
     for path in (second, first):
         path.write_text("rounds: 1")
     assert queue.next_recipe() == first
-    queue.set_aside(first)
+    assert queue.set_aside(first, "a key is unknown")
     assert queue.next_recipe() == second
+    assert queue.waiting_recipes() == []
     queue.run_folder(second).mkdir(parents=True)
     RunFolder(queue.run_folder(second)).result.write_text("{}")
     assert queue.next_recipe() is None
     os.utime(first, ns=(1, 1))
     assert queue.next_recipe() == first
     assert RecipeQueue(queue.folder, queue.out).next_recipe() == first
+
+
+def test_a_recipe_that_waits_for_sites_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some minutes, or soon if a site has connected or gone; people are told once."""
+    queue, path, now = RecipeQueue(tmp_path, tmp_path / "runs"), tmp_path / "a.yaml", [1000.0]
+    monkeypatch.setattr("polyclinic.deploy.recipe_queue.time", SimpleNamespace(monotonic=lambda: now[0]))
+    path.write_text("rounds: 1")
+    assert queue.set_aside(path, "hill has been away for 31 s", True, "harbour")
+    assert queue.waiting_recipes() == ["a.yaml"]
+    for seconds, sites, due in ((9, "both", False), (11, "harbour", False), (11, "both", True), (301, "harbour", True)):
+        now[0] = 1000.0 + seconds
+        assert (queue.next_recipe(sites) == path) is due
+    assert not queue.set_aside(path, "hill has been away for 32 s", True, "harbour")
+    assert queue.set_aside(path, "hill refused", True, "harbour")
 
 
 def test_a_rotated_and_a_revoked_key_are_told_apart_from_a_new_site(kits: Path) -> None:

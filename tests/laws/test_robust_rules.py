@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.optimisation.fedcycle import FedCycle
 from polyclinic.algorithms.optimisation.scaffold import Scaffold
 from polyclinic.algorithms.personalisation.fedbn import FedBN
+from polyclinic.core.errors import RecipeError
 from polyclinic.core.flat_tensors import copy_tensors
 from polyclinic.core.jobs import Update
 from polyclinic.core.options import Optimiser, Training
@@ -22,8 +24,10 @@ from polyclinic.core.types import Bundle
 from polyclinic.federation.robust.rules import Aggregation, cap_weights, choose_by_krum, trim_count, trimmed_mean
 from polyclinic.federation.robust.screen import LEFT_OUT, OUTVOTED, Outlier, UpdateScreen
 from polyclinic.federation.robust.store import UpdateStore
+from polyclinic.runs.experiment import Experiment
 from polyclinic.storage import messages
 from tests.laws.bench import clinics, play, same, small
+from tests.small import tiny
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 ROBUST = ("norm_bound", "trimmed_mean", "median", "krum")
@@ -103,6 +107,21 @@ def test_one_of_five_has_a_bounded_effect_and_a_majority_does_not(name: str) -> 
         assert float(taken.abs().min()) > 1e5
     plain, _ = aggregated(Aggregation("mean"), updates(*HONEST, [1e6] * 3))
     assert float(plain.min()) > 1e5
+
+
+@pytest.mark.parametrize("name", ["trimmed_mean", "median", "krum"])
+def test_with_too_few_sites_for_what_a_rule_promises_no_run_begins(name: str) -> None:
+    """Krum withstands f of 2f + 3 sites; a quorum, a cohort or a cluster may make a round smaller than the run."""
+    least = {"krum": 5}.get(name, 3)
+    few, enough = {"data__partition__sites": least - 1}, {"data__partition__sites": least}
+    changes: dict[str, Any]
+    for changes in (few, {**enough, "quorum": least - 1}, {**enough, "cohort": least - 1}):
+        with pytest.raises(RecipeError, match=f"{name} needs {least} sites or more .* may have {least - 1}; have more"):
+            Experiment(tiny(aggregate=name, **changes))
+    Experiment(tiny(aggregate=name, **enough))
+    Experiment(tiny(aggregate="norm_bound", **few))
+    with pytest.raises(RecipeError, match="krum needs 7 sites or more"):
+        Experiment(tiny(aggregate={"name": "krum", "hostile": 2}, data__partition__sites=6))
 
 
 def test_counts_are_ignored_by_the_centres_and_not_by_the_mean() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,7 +49,13 @@ def test_going_back_ends_in_the_same_bits(tmp_path: Path) -> None:
     folder = tmp_path / "back"
     interrupted(folder, 6)
     assert SnapshotStore(folder / "snapshots").rounds() == [2, 3, 4, 5, 6], "five are kept"
-    answer = CliRunner().invoke(app, ["rollback", str(folder), "--to", "3"])
+    asked = CliRunner().invoke(app, ["rollback", str(folder), "--to", "3"])
+    assert asked.exit_code == 1
+    assert "rounds 4 to 6 would be undone, and there is no terminal to ask; give --yes" in " ".join(
+        asked.output.split()
+    )
+    assert SnapshotStore(folder / "snapshots").rounds() == [2, 3, 4, 5, 6], "nothing is undone"
+    answer = CliRunner().invoke(app, ["rollback", str(folder), "--to", "3", "--yes"])
     assert answer.exit_code == 0, answer.output
     assert SnapshotStore(folder / "snapshots").rounds() == [2, 3]
     found = polyclinic.run(polyclinic.Recipe.from_values(VALUES), folder).summary
@@ -57,6 +64,22 @@ def test_going_back_ends_in_the_same_bits(tmp_path: Path) -> None:
     assert [(row.round, row.undone) for row in rows if isinstance(row, RollbackRow)] == [(3, 6)]
     polyclinic.report([folder], tmp_path / "report.html")
     assert "went back from round 6 to round 3" in (tmp_path / "report.html").read_text()
+
+
+def test_a_person_is_asked_which_rounds_to_undo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One digit too few in --to undoes many rounds, which cannot be brought back."""
+    interrupted(tmp_path, 4)
+    monkeypatch.setattr("polyclinic.cli.run.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
+    words, kept = ["rollback", str(tmp_path), "--to", "2"], SnapshotStore(tmp_path / "snapshots")
+    answer = CliRunner().invoke(app, words, input="n\n")
+    assert answer.exit_code == 1
+    assert "Undo rounds 3 to 4?" in answer.output
+    assert kept.rounds() == [1, 2, 3, 4]
+    (tmp_path / "enrolled.json").write_text("{}")  # as of a run between sites
+    answer = CliRunner().invoke(app, words, input="y\n")
+    assert answer.exit_code == 0, answer.output
+    assert kept.rounds() == [1, 2]
+    assert "allows the round, by the command that its refusal names" in " ".join(answer.output.split())
 
 
 def test_charges_are_never_taken_back(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def make(
 ) -> None:
     """Make a certificate authority, the server's certificate, and a kit for each site (the default)."""
     from polyclinic.deploy.config import FederationConfig
-    from polyclinic.deploy.provisioning.provision import provision_federation
+    from polyclinic.deploy.provisioning.provision import check_vacant, provision_federation
     from polyclinic.deploy.provisioning.software import (
         Software,
         build_wheel,
@@ -70,7 +70,9 @@ def make(
         read_wheel,
     )
 
-    federation, ours = FederationConfig.load(file), build_wheel() if wheel is None else read_wheel(wheel)
+    federation = FederationConfig.load(file)
+    check_vacant(folder)  # before minutes are spent on the package index
+    ours = build_wheel() if wheel is None else read_wheel(wheel)
     if requirements is not None:
         packages = read_requirements(requirements)
     elif without_hashes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -98,11 +99,15 @@ def resume_command(
 def rollback_command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run that has not ended.")],
     to: Annotated[int, typer.Option("--to", min=1, help="The round whose model the run goes on from.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before rounds are undone.")] = False,
     as_json: Json = False,
 ) -> None:
     """Let a run go on from an earlier round, to undo what a site has done. Privacy charges are not taken back."""
-    from polyclinic.storage.rollback import roll_back
+    from polyclinic.storage.rollback import plan_rollback, roll_back
 
+    planned = plan_rollback(folder, to)
+    if planned.undone > to and not yes:
+        _confirm_rollback(to + 1, planned.undone)
     found = roll_back(folder, to)
     if as_json:
         print_json(asdict(found))
@@ -112,9 +117,17 @@ def rollback_command(
         print_message(f"continue with: polyclinic resume {shlex.quote(str(folder))}")
         return
     print_message(
-        "at each site a person has to allow it: polyclinic site allow-round site.yaml "
-        f"{found.run} {found.round + 1}; then continue with the same serve command"
+        "continue with the same serve command; a site that is sent other contents for a round than it answered refuses "
+        "them until a person there allows the round, by the command that its refusal names"
     )
+
+
+def _confirm_rollback(first: int, last: int) -> None:
+    """Ask whether rounds shall be undone, and end if not; raises `StoreError` where nobody can be asked."""
+    if not sys.stdin.isatty():
+        raise StoreError(f"rounds {first} to {last} would be undone, and there is no terminal to ask; give --yes")
+    if not typer.confirm(f"Undo rounds {first} to {last}?", err=True):
+        raise typer.Exit(1)
 
 
 def _run_recipe(recipe: polyclinic.Recipe, folder: Path, data: Path | None, as_json: bool) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
+import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,13 +33,13 @@ from polyclinic.cli.common import (
     parse_settings,
     plain_table,
     print_json,
-    print_message,
 )
 from polyclinic.cli.display import Display, print_result
-from polyclinic.core import PolyclinicError, RecipeError, StoreError, read_yaml
+from polyclinic.core import EngineError, PolyclinicError, RecipeError, RoundFailed, StoreError, read_yaml
 
 if TYPE_CHECKING:
     from polyclinic.deploy.processes import SiteRegistration
+    from polyclinic.deploy.recipe_queue import RecipeQueue
     from polyclinic.runs.result import RunResult
 
 
@@ -79,26 +83,66 @@ def serve(
     from polyclinic.deploy.processes import open_server, terminate_as_interrupt
 
     config, patience = ServerConfig.load(server), ServePatience(wait, deadline, times_slower)
-    values = parse_settings(settings, seed=seed, track=track or None)
-    console = Console(stderr=True, quiet=config.log == "json")
-
-    def say(sentence: str) -> None:
-        console.print(Text(sentence), soft_wrap=True)
-
+    values, terminal = parse_settings(settings, seed=seed, track=track or None), ServerTerminal(config.log == "json")
     try:
-        with terminate_as_interrupt():
+        with terminate_as_interrupt(), terminal.report_errors():
             if Path(recipe).is_dir():
-                with open_server(config, file=server, report=say) as reception:
-                    _serve_queue(reception, console, Path(recipe), folder, values, patience, data)
+                with open_server(config, file=server, report=terminal.show_logged) as reception:
+                    _serve_queue(reception, terminal, Path(recipe), folder, values, patience, data)
             loaded = polyclinic.Recipe.load(find_recipe(recipe), values)
-            if _is_finished(loaded, list(config.sites), folder, as_json):
+            if _is_finished(loaded, list(config.sites), folder, terminal, as_json):
                 return
-            with open_server(config, folder, file=server, report=say) as reception:
-                result = _play_recipe(reception, console, loaded, folder, patience, data)
+            with open_server(config, folder, file=server, report=terminal.show_logged) as reception:
+                result = _play_and_notify(reception, terminal, loaded, folder, patience, data)
     except KeyboardInterrupt:
-        print_message("stopped; no finished round is lost: continue with the same command")
+        terminal.say("stopped; no finished round is lost: continue with the same command")
         raise typer.Exit(130) from None
-    print_result(result, folder, as_json)
+    terminal.show_result(result, folder, as_json)
+
+
+class ServerTerminal:
+    """Where `serve` writes: sentences, progress and tables; or, with `log: json`, one JSON object a line only."""
+
+    def __init__(self, as_lines: bool) -> None:
+        self.as_lines, self.console = as_lines, Console(stderr=True, quiet=as_lines)
+
+    def say(self, sentence: str, level: int = logging.INFO, fields: Mapping[str, object] | None = None) -> None:
+        """Write a sentence. `fields`: what a JSON line has beside it."""
+        if not self.as_lines:
+            self.console.print(Text(sentence), soft_wrap=True)
+            return
+        from polyclinic.deploy.notices import JsonLines
+
+        record = logging.LogRecord(__name__, level, "", 0, sentence, None, None)
+        record.fields = fields or {}
+        print(JsonLines().format(record), file=sys.stderr, flush=True)
+
+    def show_logged(self, sentence: str) -> None:
+        """Write a sentence that is logged as well, and so is on a terminal of JSON lines already."""
+        if not self.as_lines:
+            self.say(sentence)
+
+    def show_result(self, result: RunResult, folder: Path, as_json: bool) -> None:
+        """Write the figures of a finished run; as a JSON line, those of `--json`."""
+        if not self.as_lines:
+            print_result(result, folder, as_json)
+            return
+        summary = result.summary
+        fields = {"event": "finished", "folder": str(folder), "summary": summary.to_json()}
+        self.say(f"{summary.name}: {summary.rounds} rounds; the run is in {folder}", fields=fields)
+        if as_json:
+            print(json.dumps(summary.to_json(), allow_nan=False))
+
+    @contextmanager
+    def report_errors(self) -> Iterator[None]:
+        """Write errors as JSON lines, and end with exit code 1; a terminal of sentences leaves them to `main`."""
+        try:
+            yield
+        except (PolyclinicError, OSError) as error:
+            if not self.as_lines:
+                raise
+            self.say(f"error: {error}", logging.ERROR)
+            raise typer.Exit(1) from None
 
 
 @dataclass(frozen=True)
@@ -111,7 +155,9 @@ class ServePatience:
     """With a quorum: how many times as long as those that answered a silent site may take."""
 
 
-def _is_finished(recipe: polyclinic.Recipe, sites: list[str], folder: Path, as_json: bool) -> bool:
+def _is_finished(
+    recipe: polyclinic.Recipe, sites: list[str], folder: Path, terminal: ServerTerminal, as_json: bool
+) -> bool:
     """Raise for what cannot be run, before any site has joined; print the result of a run that has finished."""
     from polyclinic.deploy.serve import check_servable
     from polyclinic.runs.result import read_result
@@ -120,14 +166,14 @@ def _is_finished(recipe: polyclinic.Recipe, sites: list[str], folder: Path, as_j
     if not (result_file := folder / "result.json").exists():
         return False
     ended = datetime.fromtimestamp(result_file.stat().st_mtime)
-    print_message(f"this run finished on {ended:%Y-%m-%d %H:%M}; no site was contacted")
-    print_result(read_result(folder, recipe), folder, as_json)
+    terminal.say(f"this run finished on {ended:%Y-%m-%d %H:%M}; no site was contacted")
+    terminal.show_result(read_result(folder, recipe), folder, as_json)
     return True
 
 
 def _serve_queue(
     reception: SiteRegistration,
-    console: Console,
+    terminal: ServerTerminal,
     recipes: Path,
     out: Path,
     values: Mapping[str, Any],
@@ -136,53 +182,97 @@ def _serve_queue(
 ) -> NoReturn:
     """Run every recipe of a folder in turn, and wait for further ones. A run that fails does not end the server."""
     from polyclinic.deploy.recipe_queue import RecipeQueue
-    from polyclinic.deploy.serve import check_servable
 
     queue, is_idle = RecipeQueue(recipes, out), False
     while True:
-        if (path := queue.next_recipe()) is None:
+        if (path := queue.next_recipe(_list_connections(reception))) is None:
             if not is_idle:
-                console.print(Text(f"all recipes in {recipes} have been run; waiting for further ones"), soft_wrap=True)
+                waiting = queue.waiting_recipes()
+                told = f"{', '.join(waiting)} wait{'s' * (len(waiting) == 1)} for sites" if waiting else ""
+                told = told or f"all recipes in {recipes} have been run"
+                terminal.say(f"{told}; waiting for further ones")
                 is_idle = True
             time.sleep(1)
             continue
-        is_idle, folder = False, queue.run_folder(path)
-        try:
-            recipe = polyclinic.Recipe.load(path, values)
-            check_servable(recipe, reception.link.registered_sites(), folder)
-            print_result(_play_recipe(reception, console, recipe, folder, patience, data), folder, False)
-        except PolyclinicError as error:
-            queue.set_aside(path)
-            print_message(
-                f"error: {path.name}: {error}; it is tried again when its file changes or the server restarts"
-            )
-        finally:
-            reception.board.await_run(reception.link)
+        is_idle = False
+        play_queued(reception, terminal, queue, path, values, patience, data)
 
 
-def _play_recipe(
+def _list_connections(reception: SiteRegistration) -> tuple[tuple[str, str], ...]:
+    """The connected sites and since when, which changes whenever one connects or goes."""
+    return tuple(sorted(reception.link.connected_since().items()))
+
+
+def play_queued(
     reception: SiteRegistration,
-    console: Console,
+    terminal: ServerTerminal,
+    queue: RecipeQueue,
+    path: Path,
+    values: Mapping[str, Any],
+    patience: ServePatience,
+    data: Path | None,
+) -> None:
+    """Run a recipe of a folder; if that fails, set it aside, and tell people unless they know the reason already."""
+    from polyclinic.deploy.notices import FAILED
+    from polyclinic.deploy.recipe_queue import RETRY
+    from polyclinic.deploy.serve import check_servable
+
+    folder = queue.run_folder(path)
+    try:
+        recipe = polyclinic.Recipe.load(path, values)
+        check_servable(recipe, reception.link.registered_sites(), folder)
+        terminal.show_result(_play_recipe(reception, terminal, recipe, folder, patience, data), folder, False)
+    except PolyclinicError as error:
+        waits = isinstance(error, RoundFailed | EngineError)
+        if queue.set_aside(path, str(error), waits, _list_connections(reception)):
+            again = "its file changes or the server restarts"
+            if waits:
+                again = f"a site connects or goes, and otherwise every {RETRY / 60:g} minutes"
+            terminal.say(f"error: {path.name}: {error}; it is tried again when {again}", logging.ERROR)
+            reception.board.notifier.send(FAILED, f"{path.name}: {error}")
+    finally:
+        reception.board.await_run(reception.link)
+
+
+def _play_and_notify(
+    reception: SiteRegistration,
+    terminal: ServerTerminal,
     recipe: polyclinic.Recipe,
     folder: Path,
     patience: ServePatience,
     data: Path | None,
 ) -> RunResult:
-    """Wait for sites, and run a recipe with them; the status says how it goes, and people are told how it ended."""
+    """Run the only recipe; if that fails, people are told before the server ends."""
+    from polyclinic.deploy.notices import FAILED
+
+    try:
+        return _play_recipe(reception, terminal, recipe, folder, patience, data)
+    except PolyclinicError as error:
+        reception.board.notifier.send_and_wait(FAILED, f"{recipe.name}: {error}")
+        raise
+
+
+def _play_recipe(
+    reception: SiteRegistration,
+    terminal: ServerTerminal,
+    recipe: polyclinic.Recipe,
+    folder: Path,
+    patience: ServePatience,
+    data: Path | None,
+) -> RunResult:
+    """Wait for sites, and run a recipe with them; the status says how it goes, and people are told of its end."""
     from polyclinic.deploy.notices import FAILED, FINISHED
     from polyclinic.deploy.processes import PATIENCE
 
     board, config = reception.board, reception.board.config
     reception.engine.patience = PATIENCE if recipe.quorum else math.inf
     board.begin_run(recipe.name, recipe.rounds, folder)
-    with Display(console) as display:
-        host, port = config.host, config.port
-        display.print_line(f"{config.federation}: listening for sites on {host}:{port}")
+    with Display(terminal.console) as display:
+        terminal.say(f"{config.federation}: listening for sites on {config.host}:{config.port}")
         try:
-            result = _run_rounds(reception, display, recipe, folder, patience, data)
+            result = _run_rounds(reception, terminal, display, recipe, folder, patience, data)
         except PolyclinicError as error:
             board.facts.update(state=FAILED, why=str(error))
-            board.notifier.send_and_wait(FAILED, f"{recipe.name}: {error}")
             raise
     board.facts.update(state="finished")
     board.notifier.send_and_wait(FINISHED, f"{recipe.name}: {recipe.rounds} rounds; the run is in {folder}")
@@ -191,6 +281,7 @@ def _play_recipe(
 
 def _run_rounds(
     reception: SiteRegistration,
+    terminal: ServerTerminal,
     display: Display,
     recipe: polyclinic.Recipe,
     folder: Path,
@@ -205,8 +296,8 @@ def _run_rounds(
     board = reception.board
     reception.engine.silence = SilenceRule(recipe.quorum, patience.times_slower)
     reception.engine.report_silence = board.report_silence
-    board.report, board.patient = display.print_line, recipe.quorum is None
-    missing = reception.wait_for_sites(patience.wait, recipe.quorum, display.print_line)
+    board.report, board.patient = terminal.show_logged, recipe.quorum is None
+    missing = reception.wait_for_sites(patience.wait, recipe.quorum, terminal.say)
     board.begin_enrolment(reception.link.connected_sites())
 
     def watch(event: str, info: Mapping[str, Any]) -> None:

@@ -302,7 +302,9 @@ def allow_round_command(
 ) -> None:
     """Let the server of a run go back to a round, or leave rounds out: once, and only this site's own people can."""
     from polyclinic.deploy.site.config import SiteConfig, with_remedy
+    from polyclinic.deploy.site.message_checks import read_terms
     from polyclinic.deploy.site.orders import allow_round
+    from polyclinic.storage import messages
 
     config = SiteConfig.load(site)
     folder = config.folder / "runs" / run
@@ -312,6 +314,9 @@ def allow_round_command(
             f"{config.site} takes part in no run {run!r:.70}; there are: {', '.join(known) or 'none'}", param_hint="RUN"
         )
     with with_remedy():
+        rounds = read_terms(messages.decode((folder / "begin.pcl").read_bytes()).fields, config.site).recipe.rounds
+        if round > rounds + 1:  # the evaluation comes as the one after the last
+            raise typer.BadParameter(f"{round} is none of run {run}, which has {rounds} rounds", param_hint="ROUND")
         allow_round(folder, round)
     out.print(Text(f"{config.site} will take round {round} of run {run} next, whatever it has answered"))
 

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,9 @@ from polyclinic.storage.signatures import PeerKeys, SiteSigner
 PURPOSE, FIELD, AGAIN, FIELDS = "round", "signed", "signed again", "signatures"
 """The purpose of a statement, the fields of a reply that hold it, and the field of an order that holds those of all."""
 PARTS = ("cluster", "weights", "cohort", "signature")
+SIGNED, UNDONE = "signed.jsonl", "undone from"
+"""A site's file of statements on a run; and, in a row of such a file, the first round whose statements so far count no
+longer, because the round is played again."""
 SHA256, LONGEST_NAME = re.compile("[0-9a-f]{64}"), 200
 Statement: TypeAlias = Mapping[str, str]
 
@@ -83,7 +86,7 @@ class SiteCohort:
 
         A run that is begun again under the same terms has the same statements, by the key that the site has now.
         """
-        rows = _read_rows(self.path)
+        rows = _still_valid(_read_rows(self.path))
         former = [row for row in rows if row["round"] == 0 and row["weights"] == terms]
         drawn = former[-1]["cohort"] if former else secrets.token_hex(32)
         found: dict[str, object] = {FIELD: self._sign(0, {"cluster": "", "weights": terms, "cohort": drawn})}
@@ -122,9 +125,10 @@ class SiteCohort:
 
     def _compare(self, round: int, valid: Mapping[SiteId, Statement]) -> None:
         """Raise `Refused` unless all statements of a cluster are over the same weights, this site's own among them."""
-        site, own = self.signer.site, self._signed(round)
-        if site in valid and valid[site] not in own:
+        site, rows = self.signer.site, _read_rows(self.path)
+        if site in valid and valid[site] not in _made(rows, round):
             raise Refused("cohort", f"the statement of {site} on round {round} is none that it made in this run")
+        own = _made(_still_valid(rows), round)
         everybody = {**({site: own[-1]} if own else {}), **valid}
         firsts: dict[str, tuple[SiteId, Statement]] = {}
         for site, signed in everybody.items():
@@ -138,13 +142,36 @@ class SiteCohort:
     def _sign(self, round: int, parts: Mapping[str, str]) -> Statement:
         named = _named(self.federation, self.run, round, self.signer.site, parts)
         signed = {**parts, "signature": self.signer.sign(PURPOSE, named)}
-        if signed not in self._signed(round)[-1:]:
+        if signed not in _made(_still_valid(_read_rows(self.path)), round)[-1:]:
             append_line(self.path, json.dumps({"round": round, **signed}))
         return signed
 
-    def _signed(self, round: int) -> list[Statement]:
-        """The statements that this site has made on a round; there are several if the round was repeated."""
-        return [{part: row[part] for part in PARTS} for row in _read_rows(self.path) if row["round"] == round]
+
+def undo_statements(path: Path, round: int) -> None:
+    """Let a site's statements on this round and later ones count no longer, as a person there allowed it to come next.
+
+    Nor does the one on the round before, if the site has answered this round: the server then went back so far that
+    others may have played that one again without this site, which had compared it with theirs the first time.
+
+    Args:
+        path: The site's file of statements on the run; it keeps all rows.
+        round: The round that was allowed.
+    """
+    if any(row["round"] >= round for row in _still_valid(_read_rows(path))):
+        append_line(path, json.dumps({UNDONE: max(1, round - 1)}))
+
+
+def _still_valid(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of statements on rounds that were not undone since."""
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        found = [former for former in found if former["round"] < row[UNDONE]] if UNDONE in row else [*found, row]
+    return found
+
+
+def _made(rows: Iterable[Mapping[str, Any]], round: int) -> list[Statement]:
+    """The statements on a round among a site's rows; there are several if the round was repeated."""
+    return [{part: row[part] for part in PARTS} for row in rows if row.get("round") == round]
 
 
 @dataclass
@@ -172,16 +199,29 @@ class ServerCohort:
     _unsaved: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for row in _read_rows(self.path):
+        for row in _still_valid(_read_rows(self.path)):
             self.statements.setdefault(row["round"], {})[row["site"]] = {part: row[part] for part in PARTS}
 
     def show_statements(self, outbox: Outbox) -> None:
-        """Put the statements of the round before into the orders."""
+        """Put the statements of the round before into the orders.
+
+        Those on a round that is about to be played, or a later one, are of rounds that a rollback or a crash undid:
+        they count no longer, or a site that is absent now would be shown with weights that nobody else received.
+        """
         self._sent = {}
+        trained = [int(str(order["round"])) for order in outbox.fields.values() if order["purpose"] == "train"]
+        self._undo_from(min(trained, default=0))
         oldest = min((int(str(fields["oldest_snapshot"])) for fields in outbox.fields.values()), default=0)
         for round in [round for round in self.statements if 0 < round < oldest]:
             del self.statements[round]  # no resume goes back so far; the file has them
         outbox.fields = {site: {**fields, FIELDS: self._shown(fields)} for site, fields in outbox.fields.items()}
+
+    def _undo_from(self, round: int) -> None:
+        undone = [later for later in self.statements if later >= round > 0]
+        for later in undone:
+            del self.statements[later]
+        if undone:
+            append_line(self.path, json.dumps({UNDONE: round}))
 
     def _shown(self, order: Mapping[str, object]) -> dict[SiteId, Statement]:
         found = self.statements.get(int(str(order["round"])) - 1, {})

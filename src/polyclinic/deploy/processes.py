@@ -114,7 +114,9 @@ def open_server(
             config.federation,
             revoked=read_revoked_keys(config.revoked),
         )
-        with log_to_file(config.folder / "server.log", config.log == "json"), link, _open_monitor(config, board, link):
+        as_json = config.log == "json"
+        logged = log_to_file(config.folder / "server.log", as_json, on_terminal=as_json)
+        with logged, link, _open_monitor(config, board, link):
             upkeep = Upkeep(
                 config,
                 file,
@@ -199,6 +201,7 @@ def serve_site(
             config.retry,
             largest_message,
             note_absence,
+            is_done,
         )
         over = threading.Event()
         watcher = threading.Thread(target=_watch_site, args=(connection, board, notifier, is_done, over), daemon=True)

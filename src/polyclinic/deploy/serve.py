@@ -30,7 +30,7 @@ from polyclinic.deploy.site.policy import unnamed_weights
 from polyclinic.federation.engines import Answer, Engine, RemoteExecution
 from polyclinic.federation.mailbox import DividedMessages, Outbox, message_parts
 from polyclinic.federation.rounds import Watch
-from polyclinic.runs.assemble import assemble, first_weights_digests, make_no_plan
+from polyclinic.runs.assemble import assemble, check_round_size, first_weights_digests, make_no_plan
 from polyclinic.runs.experiment import Experiment, run_tracked
 from polyclinic.runs.remote_sites import RemoteSites, SiteProfile, find_misfits
 from polyclinic.runs.result import RunResult, read_result
@@ -47,6 +47,9 @@ SPEAKS: Mapping[str, object] = {"version": __version__, "protocol": PROTOCOL}
 """What every announcement says of the server. The protocol decides whether a site takes part."""
 UNFIT = "unfit"
 """Names the run that is announced to a site that does not fit, so that it can explain why."""
+REVOKED = "it was revoked: server.yaml lists it no longer"
+NOT_BEGUN = "not-begun"
+"""Names the run that sites enrolled for, when it does not begin."""
 FAREWELL = 30.0
 """Seconds that a finished run waits until the sites have heard that it is over."""
 
@@ -108,10 +111,12 @@ def check_servable(recipe: Recipe, sites: Sequence[SiteId], folder: Path) -> Non
     for cluster, model in recipe.trained_models.items():
         if model.starts_elsewhere and model.sha256 is None:
             raise RecipeError(unnamed_weights(f"clusters.{cluster}.model" if cluster else "model"))
-    for name in ("quorum", "cohort"):
+    known = {"quorum": len(sites), "cohort": len(read_enrolment(folder) or sites)}
+    for name, count in known.items():
         wanted = getattr(recipe, name)
-        if wanted is not None and wanted > len(sites):
-            raise RecipeError(f"a {name} of {wanted} is asked of {len(sites)} sites; lower or drop {name}")
+        if wanted is not None and wanted > count:
+            raise RecipeError(f"a {name} of {wanted} is asked of {count} sites; lower or drop {name}")
+    check_round_size(recipe, known["cohort"])
     check_tracking(recipe.track, folder)
     check_same_recipe(folder, recipe, served=True)
     if not RunFolder(folder).is_finished:
@@ -147,17 +152,21 @@ def enrol_sites(
 ) -> tuple[dict[SiteId, SiteProfile], dict[SiteId, str]]:
     """Ask the sites whether they take part.
 
-    A continued run has the sites it began with: one whose data changed is refused, and no further one can enter.
+    A continued run has the sites it began with, in their order, as its identity covers them all: one whose data changed
+    is refused, no further one can enter, and one that was revoked since is away until it is added again.
 
     Returns:
         The profile of each site that takes part, and for each other site why it does not.
     """
-    kept, enrolment = _read_enrolment(RunFolder(folder).enrolment), Enrolment(recipe, remote, watch, read_peers)
-    for site in sites:
+    kept, enrolment = read_enrolment(folder), Enrolment(recipe, remote, watch, read_peers)
+    everybody = list(dict.fromkeys([*kept, *sites]))
+    for site in everybody:
         if kept and site not in kept:
             enrolment.exclude_site(
                 site, Failure("refused", "it was not there when this run began; only a new run can have it")
             )
+        elif site not in sites:
+            enrolment.exclude_site(site, Failure("dead", REVOKED))
         elif site in missing:
             enrolment.exclude_site(site, Failure("dead", missing[site]))
     enrolment.enrol_all([site for site in sites if site not in enrolment.absent])
@@ -168,16 +177,20 @@ def enrol_sites(
                 "another folder"
             )
     needed = recipe.quorum or len(kept or sites)
-    absent = {site: enrolment.absent[site] for site in sites if site in enrolment.absent}
+    absent = {site: enrolment.absent[site] for site in everybody if site in enrolment.absent}
     if not enrolment.profiles or len(enrolment.profiles) < needed:
+        enrolment.report_dropped_run(f"{len(enrolment.profiles)} sites enrolled for {recipe.name}, {needed} are needed")
         why = "; ".join(f"{site}: {reason}" for site, reason in absent.items())
         raise RoundFailed(
-            f"{len(enrolment.profiles)} of {len(sites)} sites enrolled, {needed} are needed ({why}); mend that, or set "
-            "quorum"
+            f"{len(enrolment.profiles)} of {len(kept or sites)} sites enrolled, {needed} are needed ({why}); mend "
+            "that, or set quorum"
         )
-    check_least_sites(recipe, enrolment.least_sites, len(sites))
-    there = kept or enrolment.profiles
-    taking = {site: there[site] for site in sites if site in there}  # a site that is only late may still join a round
+    try:
+        check_least_sites(recipe, enrolment.least_sites, len(kept or sites))
+    except RecipeError as error:
+        enrolment.report_dropped_run(str(error))
+        raise
+    taking = kept or enrolment.profiles  # a site that is only late may still join a round
     return taking, {site: why for site, why in absent.items() if site not in taking}
 
 
@@ -238,6 +251,13 @@ class Enrolment:
         self.absent[site] = f"{failure.kind}: {failure.sentence}"
         self.watch("absent", {"site": site, "kind": failure.kind, "why": failure.sentence})
 
+    def report_dropped_run(self, why: str) -> None:
+        """Tell the sites that have enrolled that no run begins."""
+        fields = {"purpose": "end", "run": NOT_BEGUN, "not begun": why}
+        list(
+            ask_sites(self.remote.engine, fields, list(self.profiles), min(FAREWELL, self.remote.deadline or FAREWELL))
+        )
+
     def _explain_misfit(self, site: SiteId) -> None:
         """Announce a run with the other sites' shape of data, so that the site's own log says what to correct."""
         if not self.profiles:
@@ -262,7 +282,9 @@ def _peers_field(peers: Peers | None) -> dict[str, object]:
     return {} if peers is None else {"peers": peers}
 
 
-def _read_enrolment(path: Path) -> dict[SiteId, SiteProfile]:
+def read_enrolment(folder: Path) -> dict[SiteId, SiteProfile]:
+    """Return the profiles of the sites that a run in this folder began with; none if it has not begun."""
+    path = RunFolder(folder).enrolment
     if not path.exists():
         return {}
     try:

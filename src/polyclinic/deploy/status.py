@@ -9,13 +9,14 @@ import contextlib
 import json
 import logging
 import os
+import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import psutil
 
@@ -39,18 +40,26 @@ MAX_REFUSALS = 50
 
 
 @contextlib.contextmanager
-def log_to_file(path: Path, as_json: bool = False) -> Iterator[None]:
+def log_to_file(path: Path, as_json: bool = False, on_terminal: bool = False) -> Iterator[None]:
     """Send our log lines and Flower's to one rotated file, replacing the handlers that Flower installs on import.
 
-    `as_json`: write one JSON object a line.
+    Args:
+        path: The file.
+        as_json: Write one JSON object a line.
+        on_terminal: Write the same lines to the terminal, too.
     """
-    handler = _TolerantLog(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES - 1, encoding="utf-8", delay=True)
+    found: list[logging.Handler] = [
+        _TolerantLog(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES - 1, encoding="utf-8", delay=True)
+    ]
+    if on_terminal:
+        found.append(_TolerantTerminal(sys.stderr))
     text = logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s")
-    handler.setFormatter(JsonLines() if as_json else text)
+    for handler in found:
+        handler.setFormatter(JsonLines() if as_json else text)
     loggers = [logging.getLogger(name) for name in ("flwr", "uvicorn", "polyclinic")]
     before = [(logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
     for logger in loggers:
-        logger.handlers[:], logger.propagate = [handler], False
+        logger.handlers[:], logger.propagate = found, False
         logger.setLevel(logging.INFO)
     try:
         yield
@@ -58,7 +67,8 @@ def log_to_file(path: Path, as_json: bool = False) -> Iterator[None]:
         for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
             logger.handlers[:], logger.propagate = handlers, propagate
             logger.setLevel(level)
-        handler.close()
+        for handler in found:
+            handler.close()
 
 
 class _TolerantLog(RotatingFileHandler):
@@ -70,6 +80,13 @@ class _TolerantLog(RotatingFileHandler):
     def close(self) -> None:
         with contextlib.suppress(OSError):
             super().close()
+
+
+class _TolerantTerminal(logging.StreamHandler[TextIO]):
+    """A log on a terminal that may be gone, and raises nothing."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's name
+        pass
 
 
 class ServerStatus:
@@ -139,6 +156,9 @@ class ServerStatus:
         elif event == "absent":
             self.log.warning("%s did not enrol: %s: %s", info["site"], info["kind"], info["why"])
             self.absent[info["site"]] = f"{info['kind']}: {info['why']}"
+        ended = event == "round done" and (info.get("stopped") or info["round"] == self.facts.get("rounds"))
+        if ended or event == "evaluated":
+            self.facts["state"] = "evaluating"
         if event in ("site", "evaluated"):
             self.silent.pop(info["site"], None)
         if event == "outlier":

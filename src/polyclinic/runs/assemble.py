@@ -15,6 +15,7 @@ from polyclinic.config.recipe import Recipe
 from polyclinic.core import POOLED, Bundle, Federation, Part, RecipeError, SiteId, Stream
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.federation.progress import RoundOptions
+from polyclinic.federation.robust.rules import check_site_count
 from polyclinic.federation.secure_aggregation.assembly import (
     SiteIdentity,
     build_masking,
@@ -235,6 +236,11 @@ def check_given_weights(recipe: Recipe, found: Mapping[str, str]) -> None:
             raise RecipeError(
                 f"{place}.sha256 is {named[:12]}…, but the first weights have {digest}; correct the file or the recipe"
             )
+
+
+def check_round_size(recipe: Recipe, sites: int) -> None:
+    """Raise `RecipeError` if a round of the recipe, played between so many sites, may be too small for `aggregate`."""
+    check_site_count(recipe.aggregate, min(sites, recipe.quorum or sites, recipe.cohort or sites))
 
 
 def round_options(recipe: Recipe, run_id: str) -> RoundOptions:

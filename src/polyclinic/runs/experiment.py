@@ -41,6 +41,7 @@ from polyclinic.runs.assemble import (
     RunSetup,
     assemble,
     check_given_weights,
+    check_round_size,
     first_weights_digests,
     price_plan,
     round_options,
@@ -104,6 +105,10 @@ class Experiment:
         recipe = with_absolute_paths(recipe)
         self.recipe, self.folder, self.data, self.watch, self.remote = recipe, folder, data, watch, remote
         self.setup = assemble(recipe, dataset or load_sites(recipe, data), self._make_plan, data)
+        if not self.setup.algorithm.pooled:
+            sites = self.setup.dataset.sites
+            groups = self.setup.networks.cluster_members(sites).values() if recipe.clusters else [sites]
+            check_round_size(recipe, min(len(group) for group in groups if group))
         if any(model.sha256 for model in recipe.trained_models.values()):
             check_given_weights(recipe, first_weights_digests(self.setup))
         self.server_trainer = self._make_server_trainer()

@@ -12,7 +12,7 @@ from polyclinic.storage.snapshots import SnapshotStore
 
 @dataclass(frozen=True)
 class Rollback:
-    """What going back has done."""
+    """What going back does, or has done."""
 
     run: str
     """The run's name in messages, under which sites know it."""
@@ -21,7 +21,23 @@ class Rollback:
     undone: int
     """The last round that will be played again."""
     between_sites: bool
-    """Whether real sites take part, each of which has to allow it."""
+    """Whether real sites take part, which ask their people where contents differ from those that they answered."""
+
+
+def plan_rollback(path: Path, round: int) -> Rollback:
+    """Return what `roll_back` would do to the run in this folder; raises `StoreError` if it could not."""
+    folder = RunFolder(path)
+    if not folder.ledger_file.exists():
+        raise StoreError(f"{path} holds no run (ledger.jsonl is missing); give the folder that was named by --out")
+    if folder.is_finished:
+        raise StoreError(f"the run in {path} has ended, and its sites have deleted what they remember; start a new run")
+    store = SnapshotStore(folder.snapshots)
+    kept = store.rounds()
+    if round not in kept:
+        known = ", ".join(map(str, kept)) or "none"
+        raise StoreError(f"{folder.snapshots} has no snapshot of round {round}; choose one of: {known}")
+    run = str(store.read(round).fields["progress"]["run"])
+    return Rollback(run, round, kept[-1], folder.enrolment.exists())
 
 
 def roll_back(path: Path, round: int) -> Rollback:
@@ -30,20 +46,12 @@ def roll_back(path: Path, round: int) -> Rollback:
     Later snapshots are deleted. The ledger keeps all its rows, and gets one about this: what the undone rounds cost, in
     privacy too, stays charged. A crash on the way leaves a folder for which the same call can be repeated.
     """
-    folder = RunFolder(path)
-    if not folder.ledger_file.exists():
-        raise StoreError(f"{path} holds no run (ledger.jsonl is missing); give the folder that was named by --out")
-    if folder.is_finished:
-        raise StoreError(f"the run in {path} has ended, and its sites have deleted what they remember; start a new run")
+    plan_rollback(path, round)  # before a lock file is left in a folder that is no run's
     with lock_folder(path):
+        found, folder = plan_rollback(path, round), RunFolder(path)
         store = SnapshotStore(folder.snapshots)
-        kept = store.rounds()
-        if round not in kept:
-            known = ", ".join(map(str, kept)) or "none"
-            raise StoreError(f"{folder.snapshots} has no snapshot of round {round}; choose one of: {known}")
-        run = str(store.read(round).fields["progress"]["run"])
-        Ledger(folder.ledger_file).append(event="rolled back", round=round, undone=kept[-1])
+        Ledger(folder.ledger_file).append(event="rolled back", round=round, undone=found.undone)
         with explain_os_errors(folder.snapshots):
-            for later in reversed([number for number in kept if number > round]):
+            for later in reversed([number for number in store.rounds() if number > round]):
                 store.path_of(later).unlink(missing_ok=True)
-        return Rollback(run, round, kept[-1], folder.enrolment.exists())
+        return found

@@ -74,6 +74,16 @@ def test_the_end_of_a_run_is_no_failure(kits: Path, tmp_path: Path, reception: S
     assert told == [f"connected to {at}", f"{at} has closed; waiting for the next run"]
 
 
+def test_a_site_that_is_done_waits_for_no_further_run(kits: Path, tmp_path: Path, reception: SiteRegistration) -> None:
+    """As with `join --once`, after its run."""
+    with told_by_hill(kits, address(reception), tmp_path / "hill", is_idle=lambda: True, is_done=lambda: True) as told:
+        until(lambda: reception.link.connected_sites() == ["hill"], "hill's coming", 15)
+        reception.link.__exit__()
+        until(lambda: len(told) == 2, "a word on the server's end", 15)
+    at = address(reception)
+    assert told == [f"connected to {at}", f"{at} has closed; this site is done, and ends"]
+
+
 def test_a_server_that_goes_in_the_middle_of_a_run_cannot_be_reached(
     kits: Path, tmp_path: Path, reception: SiteRegistration
 ) -> None:

@@ -243,6 +243,14 @@ def test_a_port_in_use_is_reported(kits: Path, tmp_path: Path) -> None:
             pass
 
 
+def test_an_address_that_this_machine_does_not_have_is_reported(kits: Path, tmp_path: Path) -> None:
+    """192.0.2.1 is for documentation (RFC 5737)."""
+    config = server(kits, tmp_path)
+    elsewhere = config.model_copy(update={"listen": f"192.0.2.1:{config.port}"})
+    with pytest.raises(EngineError, match="this machine has no such address: correct `listen`"), open_server(elsewhere):
+        pass
+
+
 def test_a_site_finds_a_restarted_server_again(kits: Path, tmp_path: Path) -> None:
     config = server(kits, tmp_path)
     sent = {"hill": orders()["hill"]}

@@ -299,3 +299,16 @@ def test_the_commands_say_what_goes_where(tmp_path: Path) -> None:
         assert run.invoke(app, arguments).exit_code == 2
     shown = run.invoke(app, ["show", kits, "--json"])
     assert [row["name"] for row in yaml.safe_load(shown.stdout)["rows"]] == ["authority", "server", "harbour", "lake"]
+
+
+def test_kits_that_are_there_are_refused_before_the_package_index_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "federation.yaml").write_text(yaml.safe_dump(GOOD))
+    (tmp_path / "kits").mkdir()
+    (tmp_path / "kits" / "federation.yaml").write_text("")
+    monkeypatch.setattr("polyclinic.deploy.provisioning.software.lock_requirements", lambda _: pytest.fail("asked"))
+    result = CliRunner().invoke(app, ["--out", str(tmp_path / "kits"), str(tmp_path / "federation.yaml")])
+    assert isinstance(result.exception, StoreError)
+    assert "there are kits in" in str(result.exception)
+    assert "asking" not in result.output

@@ -24,6 +24,7 @@ from tests.deploy.example_sites import (
     CLUSTERS,
     EACH,
     EVERY,
+    EVERYTHING,
     SITES,
     TABLE,
     ApprovingHandler,
@@ -342,3 +343,12 @@ def test_a_site_needs_only_its_own_of_several_sets_whatever_the_folder_is_called
         assert own.fingerprint == replace(whole, sites={site: whole.sites[site]}).fingerprint
         with pytest.raises(Refused, match="has no data called"):
             load_own_site(found, config(tmp_path, site, data={}))
+
+
+def test_a_site_that_may_begin_no_further_run_today_does_not_enrol(home: Path, tmp_path: Path) -> None:
+    """Refused only at `begin`, it would be missing among sites that had begun; a run that has begun is continued."""
+    desk = desks(home, tmp_path.name, ("hill",), allow={**EVERYTHING, "runs_per_day": 1})["hill"]
+    assert said(desk.answer_message(beginning(simulation(recipe(), home), "hill")))["ready"]
+    assert "card" in said(desk.answer_message(asked("enrol", "hill", recipe())))
+    why = refusal(said(desk.answer_message(asked("enrol", "hill", recipe(rounds=4)))))
+    assert "1 runs have begun at hill within 24 hours" in why

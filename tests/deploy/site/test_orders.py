@@ -373,6 +373,10 @@ def test_a_round_is_allowed_in_a_run_that_there_is(site: Path, home: Path, tmp_p
         told = app(allow_round_command, site, name, 2)
         assert f"there are: {made.run_id()}" in " ".join(told.replace("│", " ").split())
         assert told.endswith("exit 2")
+    beyond = app(allow_round_command, site, made.run_id(), made.recipe.rounds + 2)
+    assert f"which has {made.recipe.rounds} rounds" in " ".join(beyond.replace("│", " ").split())
+    assert read_permit(tmp_path / "state" / "runs" / made.run_id()) is None
+    assert app(allow_round_command, site, made.run_id(), made.recipe.rounds + 1).endswith("exit 0"), "the evaluation"
     assert app(allow_round_command, site, made.run_id(), 3).endswith("exit 0")
     permit = read_permit(tmp_path / "state" / "runs" / made.run_id())
     assert permit is not None

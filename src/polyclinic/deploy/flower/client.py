@@ -60,6 +60,7 @@ class SiteConnection:
         note_absence: Is called whenever the connection was interrupted, or a reply came too late.
         call_people: Is called with a sentence when somebody has to mend something.
         retry: The longest pause in seconds between two tries while somebody has to mend something.
+        is_done: Whether the site shall not connect again once the connection has ended.
     """
 
     def __init__(
@@ -76,11 +77,12 @@ class SiteConnection:
         retry: float = 300.0,
         largest_message: Callable[[], int] = lambda: MAX_MESSAGE_BYTES,
         note_absence: Callable[[], None] = lambda: None,
+        is_done: Callable[[], bool] = lambda: False,
     ) -> None:
         self.server, self.folder, self.report, self.is_idle = server, folder, report, is_idle
         self.authority, self.key, self.names = authority, key, names
         self.answer, self.secure, self.call_people, self.retry = answer, authority is not None, call_people, retry
-        self.largest_message, self.note_absence = largest_message, note_absence
+        self.largest_message, self.note_absence, self.is_done = largest_message, note_absence, is_done
         self.stop = threading.Event()
         self.clock = ServerClock(report)
         self.certificate_end: datetime | None = None
@@ -112,6 +114,9 @@ class SiteConnection:
                         self._answer_next_message()
             except Disconnected as reason:
                 self.note_absence()
+                if self.is_done():
+                    self.report(f"{self.server} has closed; this site is done, and ends")
+                    return
                 is_over = was_connected and not reason.needs_people and self.is_idle()
                 sentence = f"{self.server} has closed; waiting for the next run" if is_over else str(reason)
                 self._report_trouble(sentence, reason.needs_people, patience)

@@ -57,7 +57,7 @@ HOLD_SECONDS = 10.0
 REVOKED: Refusal = (
     403,
     "a key that is not registered",
-    "its key is not registered, or was revoked; ask for a new kit",
+    "its key is not registered, or was revoked; send request.json to the coordinator, who accepts it or says why not",
 )
 TOO_LARGE: Refusal = 413, "a request that is too large", "a request is larger than the server takes"
 

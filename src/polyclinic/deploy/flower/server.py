@@ -11,6 +11,7 @@ version is pinned.
 """
 
 import asyncio
+import errno
 import logging
 import socket
 import threading
@@ -275,9 +276,10 @@ class SuperLink:
             self.socket.listen(1024)
         except OSError as error:
             self.socket.close()
-            raise EngineError(
-                f"cannot listen on {self.host}:{self.port} ({error.strerror}); is another server running there?"
-            ) from None
+            hint = "is another server running there?"
+            if error.errno == errno.EADDRNOTAVAIL:
+                hint = "this machine has no such address: correct `listen` in server.yaml"
+            raise EngineError(f"cannot listen on {self.host}:{self.port} ({error.strerror}); {hint}") from None
         certificate, key = self.certificate or (None, None)
         config = uvicorn.Config(
             self.gate,

@@ -65,7 +65,7 @@ def provision_federation(
     """
     if not federation.sites:
         raise RecipeError("a federation needs sites; add their names to federation.yaml: sites: [harbour, hill]")
-    _check_vacant(out)
+    check_vacant(out)
     now, software = now or certificates.current_time(), software or Software(build_wheel())
     ca_key, server_key = certificates.generate_key(), certificates.generate_key()
     ca = certificates.create_authority(federation.federation, ca_key, now)
@@ -110,7 +110,8 @@ def list_peers(federation: str, version: int, public: Mapping[SiteId, bytes]) ->
     return PeerList(federation, version, found)
 
 
-def _check_vacant(out: Path) -> None:
+def check_vacant(out: Path) -> None:
+    """Raise `StoreError` unless kits can be made in this folder: it is missing, or empty."""
     if (out / "federation.yaml").exists():
         raise StoreError(
             f"there are kits in {out} already, and new ones would lock out every site; renew keys with `polyclinic "

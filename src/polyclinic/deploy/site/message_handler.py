@@ -21,6 +21,7 @@ from polyclinic.core import DataError, PolyclinicError, Refused, StoreError, __v
 from polyclinic.deploy.cohort import (
     FIELD,
     FIELDS,
+    SIGNED,
     SiteCohort,
     Statement,
     hash_shared_kinds,
@@ -168,8 +169,10 @@ class SiteMessageHandler:
         self._take_peers(message.fields)
         self._images = None  # the images may have changed since another run
         own = self._load_images(recipe)
-        if self.config.budget is not None and not self._is_recipe_running(recipe):
-            self._rehearse_run(recipe, own)
+        if not self._is_recipe_running(recipe):
+            self.history.check_begin(self.site, self.config.allow)
+            if self.config.budget is not None:
+                self._rehearse_run(recipe, own)
         reply = self._encode_reply(
             "",
             card=build_site_profile(own, self.site, __version__, self.keys.mark_images(own.fingerprint)),
@@ -304,7 +307,7 @@ class SiteMessageHandler:
         """The statements of this run's sites; None where the other sites' keys are not known."""
         if self.peers is None:
             return None
-        path = self._run_folder(run) / "signed.jsonl"
+        path = self._run_folder(run) / SIGNED
         return SiteCohort(self.config.federation, run, path, self.peers.signer, self.peers.keys)
 
     def _check_cohort(self, run: str, round: int, fields: Mapping[str, object]) -> SiteCohort | None:
@@ -326,7 +329,8 @@ class SiteMessageHandler:
         if self._open is not None and self._open.terms.run == run:
             self._open = None
         self._clear_run_folder(self._run_folder(run))
-        self._write_log(f"ended run {run}")
+        dropped = message.fields.get("not begun")
+        self._write_log(f"ended run {run}" if dropped is None else f"no run begins: {str(dropped)[:300]}")
         return self._encode_reply(run, ended=True)
 
     def _read_allowed_recipe(self, fields: Mapping[str, object]) -> Recipe:

@@ -17,6 +17,7 @@ import torch
 
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import Bundle, Refused, SiteId, StoreError
+from polyclinic.deploy.cohort import SIGNED, undo_statements
 from polyclinic.deploy.site.policy import Allow
 from polyclinic.federation.secure_aggregation.agreements import AGREEMENTS, Agreements
 from polyclinic.runs.assemble import given_digest
@@ -223,8 +224,10 @@ def read_permission(folder: Path, round: int) -> str:
 def allow_round(folder: Path, round: int) -> None:
     """Let the server of a run ask for this round next, whatever was answered; `folder`: the run's own.
 
-    What the site agreed to about masks in this and later rounds is forgotten, as these rounds are played again.
+    What the site agreed to about masks in this and later rounds is forgotten, as these rounds are played again; what it
+    signed that it received in them counts no longer.
     """
+    undo_statements(folder / SIGNED, round)
     Agreements(folder / AGREEMENTS).forget_after(round - 1)
     write_json(folder / PERMIT, {"round": round, "mark": datetime.now(UTC).isoformat()})
 

@@ -24,7 +24,7 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from polyclinic.core import PositiveShare
+from polyclinic.core import PositiveShare, RecipeError
 
 CENTRES = ("trimmed_mean", "median", "krum")
 """Rules that replace every update of a cohort by one."""
@@ -90,6 +90,24 @@ def step_allowances(steps: Sequence[float]) -> list[float]:
     """Return by how much farther than the median each site may move because it takes more local steps."""
     middle = statistics.median(steps)
     return [min(MOST_ALLOWANCE, max(1.0, own / middle)) if middle > 0 else 1.0 for own in steps]
+
+
+def check_site_count(rule: Aggregation, sites: int) -> None:
+    """Raise `RecipeError` if rounds are too small for what a rule promises.
+
+    Krum withstands f hostile sites among 2f + 3 or more; of fewer than three sites nobody can say who is the outlier.
+
+    Args:
+        rule: The recipe's rule; the mean promises nothing, and `norm_bound` is the default even where it cannot help.
+        sites: The fewest sites that a round of this recipe may have.
+    """
+    fewest = 2 * rule.hostile + 3 if rule.name == "krum" else FEWEST
+    if rule.name in CENTRES and sites < fewest:
+        against = f" against {rule.hostile} hostile" if rule.name == "krum" else ""
+        raise RecipeError(
+            f"aggregate: {rule.name} needs {fewest} sites or more in every round{against}, and a round of this recipe "
+            f"may have {sites}; have more sites (or a larger quorum or cohort), or set aggregate: norm_bound"
+        )
 
 
 def trim_count(rule: Aggregation, sites: int) -> int:
