@@ -6,6 +6,7 @@ import contextlib
 import getpass
 import json
 import re
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -92,7 +93,7 @@ def join(
         if rehearsed is not None:
             _print_releases(handler, polyclinic.Recipe.load(find_recipe(rehearsed)), as_json)
             if not as_json:
-                out.print(Text(f"to approve it: {site_command('approve', rehearsed)}"), soft_wrap=True)
+                out.print(Text(f"to approve it: {site_command('approve', shlex.quote(rehearsed))}"), soft_wrap=True)
             return
 
         def is_done() -> bool:
