@@ -19,6 +19,7 @@ from polyclinic.evaluation.summary import Metric, ModelScores, PartScores, RunSu
 from polyclinic.reporting.render_markdown import to_markdown
 from polyclinic.reporting.report import build_results_page
 from tests.small import SITES, tiny
+from tests.summaries import make_summary
 
 
 def console(terminal: bool = False) -> Console:
@@ -146,6 +147,18 @@ def test_a_run_is_shown_by_site_within_eighty_columns(summary: RunSummary) -> No
         here = summary.sites[site]["global"]["test"]
         assert rows[site].split()[1:3] == [str(here.n), strip_zeros(f"{here.value('accuracy'):.3f}")]
     assert f"{(summary.cost.bytes_up + summary.cost.bytes_down) / 1e6:.1f} MB both ways" in text
+
+
+@pytest.mark.parametrize(
+    ("classes", "words"),
+    [
+        (["cancer", "none"], "sensit.: the share of none that was found; specif.: of cancer"),
+        (["a", "b", "c"], "sensit., specif.: means over the classes"),
+    ],
+)
+def test_the_table_says_of_which_class_sensitivity_is(classes: list[str], words: str) -> None:
+    """Of two it is the second by name, which a class called "none" may be."""
+    assert words in shown(result_table(make_summary(details={"classes": classes})))
 
 
 def test_a_run_judged_on_validation_images_says_so() -> None:

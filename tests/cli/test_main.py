@@ -95,7 +95,9 @@ def test_methods_made_for_sgd_refuse_adam(algorithm: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "nowhere.yaml"], "there is no recipe 'nowhere.yaml'; give a file, or a bundled recipe: adaptive-dp/"),
+        (["run", "nowhere.yaml"], "there is no recipe 'nowhere.yaml': no file /"),
+        (["run", "tyni.yaml"], "there is no recipe 'tyni.yaml' (did you mean tiny.yaml?): no file /"),
+        (["run", "fedcicle/s1"], "(did you mean fedcycle/s1"),
         (["run", "x" * 300], "error: "),
         (["run", "."], ". is a folder; give a recipe file"),
         (["run", "tiny.yaml", "--seed", "-1"], "seed is -1"),

@@ -17,14 +17,14 @@ from tests.deploy.kits import GOOD, NORTH
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"sites": None}, "sites is None"),
-        ({"sites": "harbour"}, "sites is 'harbour'"),
+        ({"sites": None}, "'sites' has no value"),
+        ({"sites": "harbour, hill"}, "but it should be a list, such as [harbour, hill]"),
         ({"sites": ["harbour", "harbour"]}, "would share one folder"),
         ({"sites": ["a b", "a_b"]}, "would share one folder"),
         ({"sites": ["Hill", "hill"]}, "would share one folder"),
         ({"sites": ["a/b"]}, "rename the site"),
         ({"sites": ["server"]}, "rename the site"),
-        ({"sites": [7]}, "should be a valid string"),
+        ({"sites": [7]}, "sites.0 is 7, but it should be text"),
         ({"server": {"host": "0.0.0.0", "port": 9443}}, "every address"),
         ({"server": {"host": "https://fl.example.org", "port": 9443}}, "no scheme"),
         ({"server": {"host": "*.example.org", "port": 9443}}, "wildcard"),
@@ -33,7 +33,7 @@ from tests.deploy.kits import GOOD, NORTH
         ({"server": "fl.example.org:9443"}, "should hold keys of its own"),
         ({"server": {"port": 9443}}, "'server.host' is missing"),
         ({"days": 0}, "greater than or equal to 1"),
-        ({"days": "a year"}, "should be a valid integer"),
+        ({"days": "a year"}, "days is 'a year', but it should be a whole number"),
         ({"day": 365}, "there is no key 'day'; there are: federation, server, days, sites"),
         ({"federation": ""}, "at least 1 character"),
         ({"federation": 'a"b'}, "no slash, quote"),
@@ -67,6 +67,25 @@ def test_a_file_that_is_no_federation_is_reported_in_a_sentence(tmp_path: Path, 
         FederationConfig.load(path)
     with pytest.raises(RecipeError, match=r"cannot read the federation\.yaml .*docs/deploy\.md"):
         FederationConfig.load(tmp_path / "other.yaml")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("monitor: 9100", "monitor is 9100, but it should be HOST:PORT, such as 127.0.0.1:9100"),
+        ("port: many", "port is 'many', but it should be a whole number"),
+        ("notify: mail", "notify is 'mail', but it should be a list, such as [mail]"),
+        ("sites: harbour", "sites should hold keys of its own"),
+        ("insecure: perhaps", "insecure is 'perhaps', but it should be true or false"),
+    ],
+)
+def test_a_wrong_server_yaml_is_reported_in_plain_words(line: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    given = yaml.safe_load(render_server_yaml(NORTH, NORTH.sites).data)
+    path.write_text(yaml.safe_dump({**given, **yaml.safe_load(line)}))
+    with pytest.raises(RecipeError) as caught:
+        ServerConfig.load(path)
+    assert words in str(caught.value)
 
 
 def test_a_server_without_tls_is_for_this_machine_alone(tmp_path: Path) -> None:

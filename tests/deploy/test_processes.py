@@ -197,9 +197,11 @@ def test_a_dry_run_tells_what_would_leave_and_sends_nothing(place: Path) -> None
     told = found.stdout
     assert "site.yaml allows more than when the coordinator made it (DELIVERED): allow.algorithms" in found.stderr
     assert {"model", "metrics", "final", "predictions"} <= set(told.split())
-    assert max(map(len, told.splitlines())) <= 80
+    *lines, command = told.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert command.endswith(f" {place / 'recipe.yaml'}")
     rows = json.loads(shown("join", file, "--dry-run", place / "recipe.yaml", "--json"))["releases"]
-    assert {row["kind"] for row in rows} >= {"model", "metrics", "final scores", "predictions"}
+    assert {row["kind"] for row in rows} >= {"model", "metrics", "final scores", "predictions", "card", "signatures"}
     assert not (file.parent / "state" / "releases.jsonl").exists()
 
 

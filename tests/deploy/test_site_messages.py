@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -15,14 +16,18 @@ from typer.testing import CliRunner
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
 from polyclinic import Recipe
+from polyclinic.cli.common import out
 from polyclinic.cli.server import status
-from polyclinic.cli.site import join
+from polyclinic.cli.site import join, site_app
 from polyclinic.config.identity import predicted_parts
 from polyclinic.core.errors import PolyclinicError, RecipeError, StoreError
 from polyclinic.deploy.processes import serve_site
 from polyclinic.deploy.site.config import SiteConfig, config_warnings
-from polyclinic.deploy.site.participation import ReleasePreview
-from polyclinic.deploy.site.release_log import last_trouble
+from polyclinic.deploy.site.images import build_site_profile
+from polyclinic.deploy.site.message_handler import SiteMessageHandler
+from polyclinic.deploy.site.participation import WITHHELD, ReleasePreview
+from polyclinic.deploy.site.policy import recipe_digest
+from polyclinic.deploy.site.release_log import ReleaseLog, last_trouble
 from polyclinic.deploy.status import STATUS
 from polyclinic.privacy.accounting import Spend, epsilon
 from polyclinic.storage import messages
@@ -173,10 +178,22 @@ def test_what_site_yaml_lacks_is_named(tmp_path: Path) -> None:
 
 def test_probable_mistakes_are_reported_at_the_start(home: Path) -> None:
     assert list(config_warnings(config(home, "hill"))) == []
-    slips: dict[str, Any] = {"allow": {"kinds": ["modell", "buffers"]}, "data": {"scans": Path("/nowhere")}}
-    first, second = config_warnings(config(home, "hill", **slips))
-    assert "'modell' (did you mean 'model'?)" in first
-    assert "'scans' lies at /nowhere" in second
+    (told,) = config_warnings(config(home, "hill", data={"scans": Path("/nowhere")}))
+    assert "'scans' lies at /nowhere" in told
+
+
+def test_a_budget_that_comes_after_runs_without_a_plan_says_so(home: Path) -> None:
+    """At every start, and before an approval: it does not count them."""
+    budget: dict[str, Any] = {"budget": {"epsilon": 8, "delta": 1e-3}}
+    crossing = Crossing(desks(home, "late"))
+    deployed(recipe(rounds=1), home, crossing)
+    for state, cost in (("late", None), ("early", 1.0)):
+        log = ReleaseLog(config(home, "hill", state).folder)
+        log.record_release(b"", {"model": 1}, run="other", round=1, purpose="train", epsilon=cost)
+    (told,) = config_warnings(config(home, "hill", "late", **budget))
+    assert told.startswith("2 runs left without a plan (2 updates); no epsilon bounds them")
+    assert list(config_warnings(config(home, "hill", "late"))) == []
+    assert list(config_warnings(config(home, "hill", "early", **budget))) == []
 
 
 def test_files_and_folders_that_will_not_do_have_the_remedy_of_a_site(tmp_path: Path) -> None:
@@ -237,3 +254,116 @@ def test_an_insufficient_budget_is_reported_before_the_site_enrols(home: Path) -
     assert "privacy budget of hill" in refusal(enrol(recipe(privacy=WISH, rounds=1)))
     desk.answer_message(messages.encode({"purpose": "end", "run": rounds.rules.run, "site": "hill"}, {}))
     assert "privacy budget of hill" in refusal(enrol(found))
+
+
+@pytest.fixture
+def page(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Page:
+    """hill's site.yaml and a recipe, in a folder of their own, and a terminal of 80 columns."""
+    monkeypatch.setattr(out, "width", 80)
+    monkeypatch.chdir(tmp_path)
+    allow = {**EVERYTHING, "kinds": ["model", "buffers", "metrics"]}
+    values = {"federation": "north-sea", "site": "hill", "allow": allow, "data": {TABLE: str(home / "hill" / TABLE)}}
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(values))
+    return Page(tmp_path)
+
+
+class Page:
+    """Commands of a site, called in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, found: Recipe, name: str = "recipe.yaml") -> str:
+        (self.folder / name).write_text(found.to_yaml())
+        return name
+
+    def site(self, *words: str, code: int = 0, answer: str = "") -> str:
+        result = CliRunner().invoke(site_app, [words[0], "site.yaml", *words[1:]], input=answer)
+        assert result.exit_code == code, result.output
+        assert max(map(len, result.output.splitlines()), default=0) <= 80 or "approve" in words
+        return result.output
+
+    def dry_run(self, *words: str) -> str:
+        (app := typer.Typer()).command()(join)
+        result = CliRunner().invoke(app, ["site.yaml", "--dry-run", *words])
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+
+def test_the_dry_run_tells_all_that_leaves_and_what_was_asked_for(page: Page, home: Path) -> None:
+    """The card to the last key, as the server gets it; and the keys of the recipe that people agreed upon."""
+    name = page.write(found := recipe(rounds=3, seed=7, privacy={**WISH, "metrics": "suppress"}))
+    told = page.dry_run(name)
+    assert max(map(len, told.splitlines())) <= 80
+    words = " ".join(told.split())
+    for shown in ("method fedavg", "network mlp", "rounds 3", "seed 7", f"data {TABLE}", "protects one image"):
+        assert shown in words
+    assert re.search(r"ε of the whole run: \S+ at δ = 0.001, for one image at a site", told)
+    asked_of = json.loads(page.dry_run(name, "--json"))
+    desk = ApprovingHandler(config(home, "hill", "card"))
+    card = said(desk.answer_message(asked("enrol", "hill", found)))
+    sent = {**card["card"], "least_sites": card["least_sites"]}
+    assert {**asked_of["card"], "fingerprint": sent["fingerprint"]} == sent
+    assert asked_of["card"].keys() == build_site_profile(desk._load_images(found), "hill", "0", "mark").keys() | {
+        "least_sites"
+    }
+    for key in ("channels", "size", "classes", "train"):
+        assert key in words
+    assert "of no named patient: train, validation, test 0, 0, 0" in words
+    assert asked_of["privacy"] == {"unit": "image", "delta": 1e-3}
+
+
+def test_what_the_hospital_keeps_is_said_without_a_nudge_to_let_it_go(page: Page) -> None:
+    rows = {row["kind"]: row for row in json.loads(page.dry_run(page.write(recipe()), "--json"))["releases"]}
+    assert rows["predictions"]["when"] == WITHHELD == "stays here"
+    assert not re.search("add it|set |not allowed", rows["predictions"]["protection"])
+    assert rows["card"]["when"] == "before the run"
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_figures_beside_masks_are_said_to_be_bare(masked: bool, home: Path) -> None:
+    stages = {"stages": [{"name": "mask"}]} if masked else {}
+    rows = previewed(recipe(**stages), config(home, "hill", f"bare {masked}"))
+    assert ("masked: the server learns the sum" in rows["model"].protection) == masked
+    for kind in ("metrics", "final scores", "predictions"):
+        assert ("not masked" in rows[kind].protection) == masked
+    assert ("masks" in rows) == masked
+
+
+def test_numbers_of_a_method_are_in_the_dry_run(home: Path) -> None:
+    assert "steps" in previewed(recipe(algorithm="fednova"), config(home, "hill", "numbers"))
+
+
+def test_an_approval_can_be_declined_listed_and_names_the_command_that_works_here(page: Page) -> None:
+    name = page.write(found := recipe(name="law of the sea"))
+    assert page.site("approve", name, code=1, answer="n\n").endswith("nothing was approved\n")
+    assert json.loads(page.site("approve", "--json")) == []
+    assert "polyclinic site approve site.yaml recipe.yaml" in page.dry_run(name)
+    (page.folder / "start.sh").write_text("")
+    assert "to approve it: sh start.sh approve recipe.yaml\n" in page.dry_run(name)
+    desk = SiteMessageHandler(SiteConfig.load(page.folder / "site.yaml"))
+    why = refusal(said(desk.answer_message(asked("enrol", "hill", found))))
+    assert why.endswith("run at the site: sh start.sh approve RECIPE.yaml")
+    page.site("approve", name, "--yes", "--by", "Dr. A. Person")
+    (row,) = json.loads(page.site("approve", "--json"))
+    assert row["digest"] == recipe_digest(found)
+    _, line = page.site("approve").splitlines()
+    assert line.split()[-1] == row["digest"][:12]
+    assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d ", line), "a whole time"
+    assert "…" not in line
+
+
+def test_scores_fit_a_terminal_and_name_the_positive_class(page: Page, home: Path) -> None:
+    found = recipe(rounds=1)
+    rounds, outcome = deployed(found, home, crossing := Crossing(desks(home, "scored")))
+    answers_of(found, home, rounds, outcome)
+    values = yaml.safe_load((page.folder / "site.yaml").read_text())
+    folder = crossing.desks["hill"].config.folder
+    (page.folder / "site.yaml").write_text(yaml.safe_dump({**values, "folder": str(folder)}))
+    result = CliRunner().invoke(site_app, ["scores", "site.yaml"])
+    head, line, positive, what, _ = result.output.splitlines()
+    (kept,) = json.loads(CliRunner().invoke(site_app, ["scores", "site.yaml", "--json"]).output)
+    assert line.split()[0] == kept["run"][:12] != kept["run"]
+    assert max(len(head), len(line)) <= 80
+    assert positive == "sensit.: the share of malignant that was found; specif.: of benign"
+    assert what.startswith(f"{kept['run'][:12]} law (global), ")

@@ -6,11 +6,13 @@ import html
 import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+from pydantic import JsonValue
 from scipy import stats
 
 from polyclinic.core.rng import Stream
@@ -23,6 +25,9 @@ from polyclinic.reporting.html.render import to_html
 from polyclinic.reporting.render_markdown import to_markdown
 from polyclinic.reporting.report import build_report
 from polyclinic.reporting.report_data import Method, ReportData, Run
+from polyclinic.reporting.sections.provenance import reproduce_section
+from polyclinic.storage.files import write_json
+from polyclinic.storage.run_folder import RunFolder
 from tests.summaries import make_headline, make_scores, make_summary
 
 Tables = dict[str, dict[str, dict[str, str]]]
@@ -79,6 +84,77 @@ def single() -> Report:
     cost = Cost(bytes_down=5_300_000, bytes_up=2_100_000, seconds=12.3, site_seconds=45.6)
     summary = make_summary(headline, sites_of(), site_sizes=sizes, cost=cost, rounds=6)
     return build_report(ReportData("Ours", "", (Method("Ours", (Run(summary),)),)))
+
+
+def remote(folder: Path, confusion: list[list[int]] | None, pooled_from: str, scored: bool = True) -> ReportData:
+    """A run between real sites, which tell no classes of their images; each has as many right."""
+    details: dict[str, JsonValue] = {"confusion": confusion} if confusion else {}  # type: ignore[dict-item]
+    scores = make_scores(40, details, accuracy=0.7 if scored else None)
+    sizes = [SiteSizes(site=site, train=100 + n, validation=9, test=n) for site, (n, *_) in SITES.items()]
+    sites: dict[str, SiteScores] = {
+        site: {"global": {"test": make_scores(n, accuracy=(0.7 + n / 1e4, 0.6 - n / 1e3, 0.8 + n / 1e3))}}
+        for site, (n, *_) in SITES.items()
+    }
+    summary = make_summary(
+        Headline(model="global", part="test", scores=scores),
+        sites if scored else {},
+        site_sizes=sizes,
+        pooled_from=pooled_from,
+        **({} if scored else {"merged": {}}),
+    )
+    files = RunFolder(folder)
+    write_json(files.result, summary.to_json())
+    return ReportData("Ours", "", (Method("Ours", (Run(summary, None, files),)),), (files.path,))
+
+
+def test_of_real_sites_nothing_is_told_that_is_not_known(tmp_path: Path) -> None:
+    data = remote(tmp_path, [[20, 5], [5, 10]], "scores")
+    report = build_report(data)
+    sizes = tables_of_markdown(to_markdown(report))["Sites and their images"]
+    assert sizes["abbey"] == {"train": "117", "validation": "9", "test": "17"}
+    assert sizes["all"] == {"train": "370", "validation": "27", "test": "70"}
+    assert said(report, "How many images of each class a site has is not known")
+    blocks = next(section.blocks for section in report.sections if section.id == "sites")
+    assert not [block for block in blocks if isinstance(block, Figure)]
+    for wrong in ("Class shift", "class shift", "Classes at each site", "0 images", "Sites differ"):
+        assert not any(wrong in text for text in sentences(report)), wrong
+    assert said(report, "Sites do not differ: 70 of 100 test images are right at each of 3 sites.")
+
+
+def test_a_run_between_real_sites_is_repeated_by_its_server(tmp_path: Path) -> None:
+    again = reproduce_section(remote(tmp_path, None, "scores"))
+    assert again is not None
+    told = to_markdown(Report("again", "", "", [again]))
+    assert f"polyclinic serve server.yaml {tmp_path}/recipe.yaml --out again" in told
+    assert "polyclinic run" not in told
+    assert "--data" not in told
+
+
+@pytest.mark.parametrize(
+    ("confusion", "pooled_from", "scored", "sentence"),
+    [
+        (
+            [[20, 5], [5, 10]],
+            "scores",
+            True,
+            "Numbers of images by site, and in confusion matrices down to single images; figures of test images "
+            "without noise.",
+        ),
+        (None, "scores", True, "Numbers of images by site; figures of test images without noise."),
+        (None, "nothing", False, "Numbers of images by site; no figure of test images."),
+    ],
+)
+def test_a_report_confesses_what_it_holds(
+    confusion: list[list[int]] | None, pooled_from: str, scored: bool, sentence: str, tmp_path: Path
+) -> None:
+    report = build_report(remote(tmp_path, confusion, pooled_from, scored))
+    assert said(report, sentence)
+    assert any("Confusion matrix" in text for text in sentences(report)) == (confusion is not None)
+
+
+def test_a_simulation_confesses_classes_and_matrices(single: Report) -> None:
+    assert said(single, "Numbers of images by site and class, and in confusion matrices down to single images;")
+    assert tables_of_markdown(to_markdown(single))["Confusion matrix: all sites"]
 
 
 def runs_of(name: str, algorithm: str) -> list[RunSummary]:

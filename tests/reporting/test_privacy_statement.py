@@ -18,6 +18,7 @@ from polyclinic import run
 from polyclinic.analysis.audit.result import AuditResult
 from polyclinic.analysis.privacy_audit import save_audit
 from polyclinic.core.jobs import Exchange
+from polyclinic.evaluation.site_scores import FinalScores
 from polyclinic.evaluation.summary import Audit, RunSummary
 from polyclinic.privacy.accounting import Accountant, Spend, epsilon
 from polyclinic.privacy.gaussian_tests import GaussianTest
@@ -25,7 +26,8 @@ from polyclinic.privacy.one_run_bound import CanaryBound
 from polyclinic.privacy.transforms.mask import Mask
 from polyclinic.reporting.formatting import round_up
 from polyclinic.reporting.privacy_statement import privacy_line, write_privacy_page
-from polyclinic.runs.privacy_record import list_releases
+from polyclinic.runs.final_evaluation import SiteAnswer
+from polyclinic.runs.privacy_record import list_releases, list_site_releases
 from polyclinic.storage.run_folder import RunFolder
 from tests.small import tiny
 
@@ -58,8 +60,9 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 CLAIMING = sorted(set(RUNS) - {"no plan", "no noise", "seeded"})
 LIBRARIES: dict[str, Accountant] = {"PLD, dp-accounting": "pld", "RDP, dp-accounting": "rdp", "PRV, Opacus": "prv"}
-NOBODY = "the other sites, whoever gets the models, and the server as long as it follows the plan: noise is added"
+NOBODY = "the other sites, whoever gets the models, and a server that follows the plan: noise is added"
 Folder = Callable[[str], Path]
+ANSWERED = SiteAnswer(FinalScores(task="classification", models={}))
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +113,7 @@ def test_without_a_plan_nothing_is_claimed(folder: Folder) -> None:
     told = text(folder("no plan"))
     assert "**Nothing is claimed.**" in told
     assert not re.search(r"[εδ]|What it means|need not be trusted|protects \|", told.replace("what protects it |", ""))
-    assert all("no p" in cell(told, kind) for kind in ("model", "buffers", "metrics", "predictions"))
+    assert all("no p" in cell(told, kind) for kind in ("model", "metrics", "predictions"))
 
 
 def test_a_kind_that_an_algorithm_sends_beside_its_model_is_listed() -> None:
@@ -132,6 +135,13 @@ def test_a_claim_says_for_whom_against_whom_and_what_it_leaves_out(folder: Folde
     assert f"one {unit}" in cell(told, "neighbouring data sets")
     assert float(cell(told, "δ")) == wish["delta"]
     assert cell(told, "who need not be trusted").startswith(NOBODY) == (name != "server")
+    if name == "server":
+        assert "against a hostile server" not in told
+    else:
+        most = f"ε = {wish['epsilon']:g}" if "epsilon" in wish else "its rounds, once each"
+        held = cell(told, "against a hostile server")
+        assert f"this run costs them no more than {most};" in held
+        assert "all runs together are bounded at the sites that set a budget in site.yaml" in held
     assert cell(told, "ε that was allowed") == (f"{wish['epsilon']:g}" if "epsilon" in wish else "not limited")
     gaps = section(told, "What is NOT protected")
     for always in ("how many training images", "final evaluation", "floating-point", "a site that lies"):
@@ -386,4 +396,14 @@ def test_what_is_masked_is_called_so_and_only_then() -> None:
     kinds = [Exchange("model", like="model")]
     hidden, plain = list_releases(None, kinds, [Mask()]), list_releases(None, kinds, [Mask(masks=False)])
     assert hidden[0].protection == f"{plain[0].protection}; masked: the server learns the sum over sites"
-    assert [row.protection for row in hidden[1:]] == [row.protection for row in plain[1:]]
+    bare = "; not masked: the server learns those of each site"
+    words = {row.kind: row.protection for row in hidden}
+    assert words == {row.kind: row.protection + bare * (row.kind == "metrics") for row in plain} | {
+        "model": words["model"]
+    }
+    for released in (hidden, plain):
+        told = {row.kind: row.protection for row in list_site_releases(released, None, {"hill": ANSWERED}, [])}
+        assert told["final scores"].endswith(bare) == (released is hidden)
+        assert told["predictions"] == "asked of no site, and none left a site"
+        for value in ("of each part", "left out", "channels", "without a patient's name", "a keyed hash"):
+            assert value in told["card"]

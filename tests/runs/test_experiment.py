@@ -102,7 +102,7 @@ def test_the_result_tells_everything(result: dict[str, Any]) -> None:
     assert sum(map(sum, merged["test"]["details"]["confusion"])) == merged["test"]["n"]
     assert result["headline"] == {"model": "global", "part": "test", "scores": merged["test"]}
     assert set(result["drift"]) == set(SITES)
-    assert [e["kind"] for e in result["released"]] == ["model", "buffers", "metrics", "predictions"]
+    assert [e["kind"] for e in result["released"]] == ["model", "metrics", "predictions"], "no buffers here"
     assert all("plan" in e["protection"] for e in result["released"])
     assert (result["rounds"], result["seed"], result["stopped_early"]) == (2, 0, False)
     assert sum(h["train"] + h["validation"] + h["test"] for h in result["site_sizes"]) == 1797

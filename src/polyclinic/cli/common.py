@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,7 +79,25 @@ def find_recipe(name: str) -> Path:
         raise RecipeError(
             f"{name} is a folder; give a recipe file, or continue the run in it: polyclinic resume {name}"
         )
-    raise RecipeError(f"there is no recipe {name!r}; give a file, or a bundled recipe: {', '.join(ours) or 'none'}")
+    near = _find_close_recipes(name, list(ours))
+    meant = f" (did you mean {' or '.join(near)}?)" if near else ""
+    raise RecipeError(
+        f"there is no recipe {name!r}{meant}: no file {Path(name).absolute()}, and no bundled recipe of that name; "
+        "give a file, or the name of a bundled recipe"
+    )
+
+
+def _find_close_recipes(name: str, bundled: list[str]) -> list[str]:
+    """Return recipes whose names are nearly this one: files of the same folder, and bundled ones."""
+    given = Path(name)
+    with contextlib.suppress(OSError):
+        files = {path.name: str(path) for pattern in ("*.yaml", "*.yml") for path in given.parent.glob(pattern)}
+        if found := difflib.get_close_matches(given.name, files, 2, cutoff=0.7):
+            return [files[one] for one in found]
+    by_end = {one.rpartition("/")[2]: one for one in bundled}
+    stem = name.removesuffix(".yaml")
+    close = difflib.get_close_matches(stem, bundled, 2, cutoff=0.75)
+    return close or [by_end[one] for one in difflib.get_close_matches(stem, by_end, 1, cutoff=0.75)]
 
 
 def open_runs(

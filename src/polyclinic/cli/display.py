@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -188,6 +188,7 @@ def _privacy_notes(comparison: Comparison) -> list[str]:
 
 def result_table(summary: RunSummary) -> Table:
     """Return the table of one finished run, with a row for every site."""
+    from polyclinic.evaluation.task import class_names
     from polyclinic.reporting.privacy_statement import privacy_line
     from polyclinic.runs.engines.choice import REASON_REQUESTED
 
@@ -210,7 +211,8 @@ def result_table(summary: RunSummary) -> Table:
             table.add_row(*map(Text, [name, *format_scores(scores)]))
     has_intervals = any(metric.low is not None for metric in best.scores.metrics.values())
     intervals = "; intervals over patients (bootstrap)" if has_intervals else ""
-    notes = [privacy_line(summary.privacy)] if summary.privacy else []
+    notes = [note] if (note := describe_positive(class_names(summary))) else []
+    notes += [privacy_line(summary.privacy)] if summary.privacy else []
     if engine is not None and engine.reason != REASON_REQUESTED:
         notes.append(f"engine {engine.name}: {engine.reason}")
     notes += _missing_notes(summary)
@@ -264,6 +266,13 @@ def format_scores(scores: PartScores) -> list[str]:
     intervals = [_estimate_cell(scores.value(name), *scores.interval(name)) for name in ("accuracy", "auc")]
     points = [_estimate_cell(scores.value(name), math.nan, math.nan) for name in ("recall", "specificity")]
     return [str(scores.n), *intervals, *points]
+
+
+def describe_positive(classes: Sequence[str]) -> str:
+    """Return of which class sensitivity and specificity are; "" where the classes are not known."""
+    if len(classes) == 2:
+        return f"sensit.: the share of {classes[1]} that was found; specif.: of {classes[0]}"
+    return "sensit., specif.: means over the classes" if classes else ""
 
 
 @contextmanager

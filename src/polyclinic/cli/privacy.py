@@ -110,36 +110,42 @@ def spent_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the ε that all runs so far have spent, for one image, one patient and the whole site."""
+    """Show the ε that all runs so far have spent, for one image, one patient and the whole site.
+
+    Of a site also the number of runs that left without a plan, which have no ε.
+    """
     from polyclinic.deploy.site.config import SiteConfig
     from polyclinic.deploy.site.privacy_account import price_site_ledger
+    from polyclinic.deploy.site.release_log import ReleaseLog
     from polyclinic.privacy.shared_ledger import price_ledger
     from polyclinic.reporting.privacy_statement import UNITS
 
     if not where.is_file():
         raise RecipeError(f"there is no file {where}; give a site.yaml, or the file that privacy.ledger names")
-    budget = None
+    budget = unbounded = None
     if where.suffix in (".yaml", ".yml"):
         config = SiteConfig.load(where)
         budget = config.budget
         delta = delta or (budget.delta if budget else 1e-5)
         found = price_site_ledger(config.folder, delta)
+        unbounded = ReleaseLog(config.folder).count_unbounded()
     else:
         delta = delta or 1e-5
         found = price_ledger(where, delta)
     if as_json:
         priced = {unit: value for unit, value in found.items() if isinstance(value, float)}
         spent = {unit: "infinite" if priced.get(unit) == math.inf else priced.get(unit) for unit in found}
-        print_json({"delta": delta, "epsilon": spent, "budget": budget and budget.model_dump()})
+        free = {} if unbounded is None else {"without_plan": unbounded._asdict()}
+        print_json({"delta": delta, "epsilon": spent, "budget": budget and budget.model_dump(), **free})
         return
     table = Table("protected", Column("ε spent", justify="right"), "budget", box=None, padding=(0, 1))
-    notes = []
+    notes = [unbounded.sentence] if unbounded is not None and unbounded.runs else []
     for unit, value in found.items():
         limit = f"of {budget.epsilon:g}" if budget is not None and budget.unit == unit else ""
         known = "unknown" if isinstance(value, str) else "infinite" if math.isinf(value) else round_up(value, 4)
         table.add_row(UNITS[unit], known, limit)
         notes += [] if isinstance(value, float) else [f"{UNITS[unit]}: {value}"]
-    table.caption = Text(f"all runs together, at δ = {delta:.2g}")
+    table.caption = Text(f"all runs with a plan together, at δ = {delta:.2g}")
     out.print(table)
     for note in notes:
         out.print(Text(note), soft_wrap=True)

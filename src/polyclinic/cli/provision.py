@@ -130,6 +130,7 @@ def accept(
         word = "" if former is None else ", as before" if former == request.key else ", instead of its former key"
         out.print(Text(f"{request.site} asks for the key {request.fingerprint}{word}"), soft_wrap=True)
     if not yes and not typer.confirm("Did each site read the same fingerprint to you by telephone?"):
+        out.print("nothing was registered")
         raise typer.Exit(1)
     accept_requests(folder, requests)
     _print_next_steps(

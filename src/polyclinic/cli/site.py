@@ -6,6 +6,7 @@ import contextlib
 import getpass
 import json
 import re
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -28,7 +29,7 @@ from polyclinic.cli.common import (
     print_json,
     print_message,
 )
-from polyclinic.cli.display import format_scores
+from polyclinic.cli.display import describe_positive, format_scores
 from polyclinic.core import RecipeError
 from polyclinic.reporting.formatting import round_up
 
@@ -38,6 +39,15 @@ if TYPE_CHECKING:
     from polyclinic.deploy.site.message_handler import SiteMessageHandler
 
 
+SHOWN = 12
+"""How many letters of a run's name or a recipe's SHA-256 tables show."""
+CARD_WORDS = {
+    "groups": "most of one patient: train, validation",
+    "unnamed": "of no named patient: train, validation, test",
+    "left_out": "training images beyond privacy.group",
+    "least_sites": "fewest sites",
+}
+"""What people are shown for the keys of a site's card that do not speak for themselves."""
 NO_RUN = 3
 """The exit code of `join --once` if no run began."""
 
@@ -62,6 +72,7 @@ def join(
     as_json: Json = False,
 ) -> None:
     """Take part with this site's images: connect, and answer requests that the policy in SITE.yaml allows."""
+    from polyclinic.deploy.config import site_command
     from polyclinic.deploy.processes import serve_site
     from polyclinic.deploy.site.config import SiteConfig, config_warnings, with_remedy
     from polyclinic.deploy.site.message_handler import SiteMessageHandler
@@ -82,7 +93,7 @@ def join(
         if rehearsed is not None:
             _print_releases(handler, polyclinic.Recipe.load(find_recipe(rehearsed)), as_json)
             if not as_json:
-                out.print(Text("to approve it: polyclinic site approve SITE.yaml RECIPE"), soft_wrap=True)
+                out.print(Text(f"to approve it: {site_command('approve', shlex.quote(rehearsed))}"), soft_wrap=True)
             return
 
         def is_done() -> bool:
@@ -108,25 +119,58 @@ def join(
 
 
 def _print_releases(handler: SiteMessageHandler, recipe: polyclinic.Recipe, as_json: bool) -> None:
-    """Print the data that a recipe would send from the site, by kind."""
+    """Print what a recipe asks for, and the data that it would send from the site, by kind."""
     from polyclinic.deploy.site.participation import WITHHELD
     from polyclinic.deploy.site.policy import recipe_digest
+    from polyclinic.reporting.privacy_statement import UNITS
 
     rows, mark = handler.preview_releases(recipe), recipe_digest(recipe)
+    asked, card, plan = _describe_recipe(recipe), handler.preview_card(recipe), recipe.privacy
     if as_json:
-        print_json({"recipe": mark, "releases": [asdict(row) for row in rows]})
+        priced = None if plan is None else {"unit": plan.unit, "delta": plan.delta}
+        print_json(
+            {"recipe": mark, "asked": asked, "privacy": priced, "card": card, "releases": [asdict(row) for row in rows]}
+        )
         return
+    _print_pairs("recipe", asked)
     table = plain_table(*(Column(name, overflow="fold") for name in ("kind", "when", "MB", "tensors", "protection")))
     for column in table.columns[2:4]:
         column.justify = "right"
     for row in rows:
-        size = f"{row.bytes / 1e6:.3f}" if row.bytes else "–" if row.when == WITHHELD else "as asked"
+        size = f"{row.bytes / 1e6:.3f}" if row.bytes else "–" if row.when == WITHHELD else "small"
         kind = f"{row.kind} ({row.cluster})" if row.cluster else row.kind
         table.add_row(*map(Text, (kind, row.when, size, str(len(row.shapes)), row.protection)))
     prices = sorted({row.epsilon for row in rows if row.epsilon is not None})
-    table.caption = Text("\n".join(f"ε of the whole run: {round_up(price)}" for price in prices))
     out.print(table)
+    claimed = "" if plan is None else f"at δ = {plan.delta:.2g}, for {UNITS[plan.unit]}"
+    for price in prices:
+        out.print(Text(f"ε of the whole run: {round_up(price)} {claimed}"), soft_wrap=True)
+    _print_pairs("card: what this site tells of its images", {CARD_WORDS.get(k, k): value for k, value in card.items()})
     out.print(Text(f"SHA-256 of the recipe:\n{mark}"), soft_wrap=True)
+
+
+def _describe_recipe(recipe: polyclinic.Recipe) -> dict[str, object]:
+    """Return what a recipe asks for, in words that people compare with what was agreed."""
+    given = recipe.data.options
+    parts = [str(part["set"]) for part in given.get("parts", ())]
+    return {
+        "name": recipe.name,
+        "method": recipe.algorithm.name,
+        "network": list(dict.fromkeys(section.name for section in recipe.trained_models.values())),
+        "rounds": recipe.rounds,
+        "data": parts or [str(given.get("path", recipe.data.name))],
+        "seed": recipe.seed,
+        "privacy plan": "none" if recipe.privacy is None else f"protects one {recipe.privacy.unit}",
+    }
+
+
+def _print_pairs(title: str, values: Mapping[str, object]) -> None:
+    """Print names and values in two columns."""
+    table = plain_table(title, Column("", overflow="fold"))
+    for name, value in values.items():
+        shown = ", ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
+        table.add_row(Text(name), Text(shown))
+    out.print(table)
 
 
 site_app = typer.Typer(no_args_is_help=True, help="A site's own people: approvals, key, log, scores and machine.")
@@ -203,18 +247,17 @@ def scores_command(
     if not found:
         out.print(Text(f"{config.site} has taken part in no run that was evaluated yet"), soft_wrap=True)
         return
-    table = plain_table(
-        Column("run", overflow="fold"),
-        "recipe",
-        "model",
-        *number_columns("n", "accuracy [95 %]", "AUC [95 %]", "sensit.", "specif."),
-    )
+    figures = number_columns("n", "accuracy [95 %]", "AUC [95 %]", "sensit.", "specif.")
+    table = plain_table(Column("run", no_wrap=True), *figures)
     for kept in found:
         cells = ["–"] * 5 if kept.judged is None else format_scores(kept.judged)
-        table.add_row(*map(Text, [kept.run, kept.recipe, kept.headline or "–", *cells]))
+        table.add_row(*map(Text, [kept.run[:SHOWN], *cells]))
     out.print(table)
+    for note in dict.fromkeys(filter(None, (describe_positive(kept.classes) for kept in found))):
+        out.print(Text(note), soft_wrap=True)
     for kept in found:
-        out.print(Text(f"{kept.time} {describe_release(kept)}"), soft_wrap=True)
+        what = f"{kept.run[:SHOWN]} {kept.recipe} ({kept.headline or 'no test images'}), {_shorten_time(kept.time)}"
+        out.print(Text(f"{what}: {describe_release(kept)}"), soft_wrap=True)
     out.print(Text(f"all metrics, parts and models: {config.folder / 'scores'}"), soft_wrap=True)
 
 
@@ -224,6 +267,7 @@ def approve_command(
     recipe: Annotated[
         str | None, typer.Argument(metavar="[RECIPE]", help="The recipe as agreed; none: list what is approved.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Without a recipe: print the list as JSON.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Approve without asking.")] = False,
     by: Annotated[str | None, typer.Option(metavar="NAME", help="Who approves; default: the user's name.")] = None,
     revoke: Annotated[
@@ -240,14 +284,17 @@ def approve_command(
         if revoke is not None:
             _revoke_approval(config.folder, revoke)
         if recipe is None:
-            _print_approvals(config.folder)
+            _print_approvals(config.folder, as_json)
             return
+        if as_json:
+            raise typer.BadParameter("--json is for the list of approvals; leave out the recipe", param_hint="--json")
         found = polyclinic.Recipe.load(find_recipe(recipe))
         _print_releases(SiteMessageHandler(config), found, as_json=False)
         _print_policy(config)
         for remark in approval_remarks(found, config.budget):
             out.print(Text(f"note: {remark}"), soft_wrap=True)
         if not yes and not typer.confirm(f"Shall {config.site} take part in {found.name!r} under this policy?"):
+            out.print("nothing was approved")
             raise typer.Exit(1)
         digest = approve_recipe(
             config.folder, found, by or getpass.getuser(), datetime.now().astimezone().isoformat(timespec="seconds")
@@ -270,28 +317,40 @@ def _revoke_approval(folder: Path, start: str) -> None:
     out.print(Text(f"no longer approved: {gone[0].name!r} ({gone[0].digest})"), soft_wrap=True)
 
 
-def _print_approvals(folder: Path) -> None:
+def _print_approvals(folder: Path, as_json: bool) -> None:
     from polyclinic.deploy.site.policy import read_approvals
 
     known = read_approvals(folder)
-    table = plain_table("recipe", "approved", "by", "run", "state", Column("SHA-256", overflow="fold"))
+    if as_json:
+        print_json([approval.model_dump() for approval in known])
+        return
+    name = Column("recipe", overflow="fold")
+    table = plain_table(name, *(Column(n, no_wrap=True) for n in ("approved", "by", "run", "state", "SHA-256")))
     for approval in known:
         began = "under way" if approval.run else "waits for its run"
-        state = f"ended {approval.finished}" if approval.finished else began
-        cells = approval.name, approval.date, approval.by, approval.run or "–", state, approval.digest
+        state = f"ended {_shorten_time(approval.finished)}" if approval.finished else began
+        time, run = _shorten_time(approval.date), approval.run[:SHOWN] or "–"
+        cells = approval.name, time, approval.by, run, state, approval.digest[:SHOWN]
         table.add_row(*map(Text, cells))
     out.print(table if known else Text("no recipe is approved, so none can run here"))
 
 
+def _shorten_time(text: str) -> str:
+    """Return a time to the minute, on this machine's clock; a text that is no time as it is."""
+    with contextlib.suppress(ValueError):
+        return f"{datetime.fromisoformat(text).astimezone():%Y-%m-%d %H:%M}"
+    return text
+
+
 def _print_policy(config: SiteConfig) -> None:
     """Print what `allow` and `budget` in site.yaml say, defaults included."""
-    table = plain_table("policy in force", Column("", overflow="fold"))
-    for name, value in config.allow.model_dump().items():
-        shown = ", ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
-        table.add_row(Text(f"allow.{name}"), Text(shown))
+    from polyclinic.deploy.site.config import budget_remarks
+
+    allowed = {f"allow.{name}": value for name, value in config.allow.model_dump().items()}
     budget = "none: no bound on what a server can learn from updates" if config.budget is None else str(config.budget)
-    table.add_row(Text("budget"), Text(budget))
-    out.print(table)
+    _print_pairs("policy in force", {**allowed, "budget": budget})
+    for remark in budget_remarks(config):
+        out.print(Text(f"note: {remark}"), soft_wrap=True)
 
 
 @site_app.command("allow-round")

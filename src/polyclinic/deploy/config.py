@@ -66,6 +66,13 @@ def site_folder_name(site: SiteId) -> str:
     return re.sub(r"[^\w.-]", "_", site).lstrip(".-")[:60] or "_"
 
 
+def site_command(name: str, arguments: str = "") -> str:
+    """Return how people call `polyclinic site NAME` here: by start.sh, if this process works in the folder of a kit,
+    where `polyclinic` is on nobody's PATH."""
+    called = f"sh start.sh {name}" if Path("start.sh").is_file() else f"polyclinic site {name} site.yaml"
+    return f"{called} {arguments}".rstrip()
+
+
 class ServerSection(BaseModel):
     model_config = CLOSED
 
@@ -169,6 +176,13 @@ class ServerConfig(BaseModel):
         address = parse_address(self.host)
         return "::" if address is not None and address.version == 6 else "0.0.0.0", self.port
 
+    @field_validator("listen", "monitor", mode="before")
+    @classmethod
+    def _check_text(cls, address: object) -> object:
+        if not isinstance(address, str):
+            raise ValueError(f"it should be HOST:PORT, such as 127.0.0.1:{address if type(address) is int else 9443}")
+        return address
+
     @field_validator("listen", "monitor")
     @classmethod
     def _check_address(cls, address: str) -> str:
@@ -213,13 +227,35 @@ def validate_config(kind: type[M], file: str, values: Mapping[str, object], know
 
 
 def _format_error(error: ValidationError, known: str) -> str:
-    first = error.errors()[0]
-    key = ".".join(str(step) for step in first["loc"] if step != "tuple[str, ...]")
+    found = error.errors()  # of a value that may be the word `all` or a list, the list is asked for
+    first = next((one for one in found if "literal['all']" not in one["loc"]), found[0])
+    key = ".".join(str(step) for step in first["loc"] if step not in ("tuple[str, ...]", "[key]"))
     if first["type"] == "missing":
         return f"the key {key!r} is missing; add it"
     if first["type"] == "extra_forbidden":
         return f"there is no key {key!r}; {known}"
-    if first["type"] == "model_type":
+    if first["type"] in ("model_type", "mapping_type", "dict_type"):
         return f"{key} should hold keys of its own, written as {{key: value}} or indented below it"
-    expected = re.sub("^(Input|String|Value error,) ", "", first["msg"])
+    if first["input"] is None:
+        return f"{key!r} has no value; write one behind a colon and a blank, or leave the key out"
+    expected = _plain_expectation(first["type"], first["input"])
+    expected = expected or re.sub("^(Input|String|Value error,) ", "", first["msg"])
     return f"{key} is {first['input']!r:.60}, but {expected}" if key else expected
+
+
+def _plain_expectation(kind: str, value: object) -> str:
+    """Return what a value should be, in words; "" where the type checker's own words will do."""
+    if kind == "tuple_type":
+        return f"it should be a list, such as [{value if isinstance(value, str | int | float) else 'one, two'}]"
+    words = {
+        "string_type": "it should be text; put it in quotes, if it is meant so",
+        "path_type": "it should be a path",
+        "int_type": "it should be a whole number",
+        "int_from_float": "it should be a whole number",
+        "int_parsing": "it should be a whole number",
+        "float_type": "it should be a number",
+        "float_parsing": "it should be a number",
+        "bool_type": "it should be true or false",
+        "bool_parsing": "it should be true or false",
+    }
+    return words.get(kind, "")

@@ -300,6 +300,11 @@ class RunSummary(SummaryPart):
     versions: dict[str, str]
 
     @property
+    def has_remote_sites(self) -> bool:
+        """Whether the sites were elsewhere, as in a run of `polyclinic serve`, and kept their predictions."""
+        return self.pooled_from != "predictions"
+
+    @property
     def epsilon(self) -> float | None:
         """The privacy cost by the plan's accountant; None without a plan, or where it is infinite."""
         return self.privacy.epsilon if self.privacy else None

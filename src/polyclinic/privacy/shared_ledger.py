@@ -107,8 +107,8 @@ class SharedLedger:
     def _refuse_unit(self, row: LedgerRow) -> NoReturn:
         why = "no bound on a site" if self.unit == "site" else "no bound on a patient whose images are not known"
         raise RecipeError(
-            f"{self.path} holds charges of unit {row['unit']}, which are {why}; set the unit to {row['unit']}, or "
-            "begin a new ledger with images that were never used"
+            f"{self.path} holds charges of unit {row['unit']}, which are {why}; set the unit to {row['unit']}, and "
+            "keep the file: it is the only record of what was spent"
         )
 
     def enter_charge(

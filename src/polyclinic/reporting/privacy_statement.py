@@ -103,6 +103,8 @@ def _plan_rows(privacy: PrivacySpent, pooled: bool) -> Iterator[list[str]]:
         yield ["whom it protects", UNITS[privacy.unit]]
         yield ["neighbouring data sets", _describe_neighbours(privacy)]
         yield ["who need not be trusted", _describe_observers(privacy, pooled)]
+        if not pooled and not (privacy.unit == "site" and privacy.noise_at == "server"):
+            yield ["against a hostile server", _describe_hostile_server(privacy)]
     if privacy.unit == "patient":
         yield ["training images of one patient at a site", _describe_group(privacy)]
     yield ["sampling", _describe_sampling(privacy)]
@@ -146,8 +148,18 @@ def _describe_observers(privacy: PrivacySpent, pooled: bool) -> str:
     if privacy.unit == "site" and privacy.noise_at == "server":
         return "whoever gets the models; the SERVER is trusted: it sees every site's clipped update before noise"
     return (
-        "the other sites, whoever gets the models, and the server as long as it follows the plan: noise is added "
-        "before anything leaves the site"
+        "the other sites, whoever gets the models, and a server that follows the plan: noise is added before anything "
+        "leaves the site"
+    )
+
+
+def _describe_hostile_server(privacy: PrivacySpent) -> str:
+    """Say what holds against a server that does not follow the plan: `deploy/site/privacy_account.py` enforces it."""
+    most = "its rounds, once each" if privacy.max_epsilon is None else f"ε = {privacy.max_epsilon:g}"
+    return (
+        f"real sites add the noise and count the rounds themselves, so this run costs them no more than {most}; all "
+        "runs together are bounded at the sites that set a budget in site.yaml, which they enforce themselves; "
+        "elsewhere other runs, with other plans or none, add to it if people there approve them"
     )
 
 

@@ -20,7 +20,7 @@ from polyclinic.algorithms.distillation.refine import RefinementResult
 from polyclinic.algorithms.wrappers.ensemble import ensemble_members, models_by_site
 from polyclinic.config.identity import check_same_recipe, identity, predicted_parts, with_absolute_paths
 from polyclinic.config.recipe import Recipe
-from polyclinic.core import STUDENT, Bundle, RecipeError, Score, SiteId, Stream, failpoint
+from polyclinic.core import STUDENT, Bundle, Exchange, RecipeError, Score, SiteId, Stream, failpoint
 from polyclinic.evaluation.assessment import assess_predictions, score_predictions
 from polyclinic.evaluation.metrics import Predictions
 from polyclinic.evaluation.rounds import forgetting_by_round, mean_drift, metric_by_cluster, sum_costs
@@ -381,11 +381,16 @@ class Experiment:
             forgetting=forgetting_by_round(rows) if recipe.evaluate.forgetting else {},
             drift=mean_drift(rows),
             cost=sum_costs(journal.costs, seconds),
-            released=list_releases(self.setup.plan, self.setup.algorithm.exchanges(), self.setup.transforms),
+            released=list_releases(self.setup.plan, self._list_exchanges(), self.setup.transforms),
             warnings=self.warnings,
             sha256=messages.hash_tensors(outcome.state),
             versions=package_versions(),
         )
+
+    def _list_exchanges(self) -> list[Exchange]:
+        """Return what sites send of the algorithm's kinds; networks without buffers send none."""
+        found = self.setup.algorithm.exchanges()
+        return [one for one in found if one.kind != "buffers" or self.setup.networks.have_buffers]
 
     def _write_model(self, state: Bundle) -> None:
         if self.folder:

@@ -139,6 +139,11 @@ class Networks:
         )
 
     @property
+    def have_buffers(self) -> bool:
+        """Whether a site's network has tensors that are not trained, such as running means."""
+        return any(live.copy_weights()["buffers"] for live in self.by_cluster.values())
+
+    @property
     def first(self) -> LiveNetwork:
         return next(iter(self.by_cluster.values()))
 

@@ -22,6 +22,13 @@ STATISTICS = ("prototypes", "counts", "features", "means")
 
 
 MASKED = "; masked: the server learns the sum over sites"
+METRICS_WORDS = "every evaluated round, of the site's validation images; no plan"
+NOT_MASKED = "; not masked: the server learns those of each site"
+CARD = (
+    "before the run: numbers of images of each part, in all, of the patient with most, without a patient's name and "
+    "left out; the classes; the images' size and channels; the fewest sites; polyclinic's version; a keyed hash"
+)
+"""What a site tells of its images; nothing of it is noised."""
 
 
 def list_releases(
@@ -35,7 +42,7 @@ def list_releases(
     if plan is None:
         return [
             *(ReleasedKind(kind=e.kind, protection=f"{e.protection.why}{masked}") for e in sent),
-            ReleasedKind(kind="metrics", protection="every evaluated round, of the site's validation images; no plan"),
+            ReleasedKind(kind="metrics", protection=f"{METRICS_WORDS}{NOT_MASKED if masked else ''}"),
             ReleasedKind(
                 kind="predictions", protection="after the last round, of every image, with its label; no plan"
             ),
@@ -43,13 +50,15 @@ def list_releases(
     kinds = {exchange.kind: f"{_describe_protection(plan, exchange.kind)}{masked}" for exchange in sent}
     kinds |= {kind: _describe_charged(noise) for kind, noise in plan.other_releases.items() if kind not in kinds}
     kinds["metrics"] = _describe_metrics(plan)
+    if masked and plan.config.metrics != "suppress":
+        kinds["metrics"] += NOT_MASKED
     kinds["predictions"] = "read by the simulation itself after the last round; outside the claim"
     kinds["number of images"] = "public by assumption"
     return [ReleasedKind(kind=kind, protection=text) for kind, text in kinds.items()]
 
 
 def list_site_releases(
-    released: Iterable[ReleasedKind],
+    released: Collection[ReleasedKind],
     plan: PrivacyPlan | None,
     answers: Mapping[SiteId, SiteAnswer],
     withheld: Collection[SiteId],
@@ -58,18 +67,19 @@ def list_site_releases(
     sites that told no scores."""
     scored = [site for site, answer in answers.items() if answer.scores is not None]
     sent = [site for site, answer in answers.items() if answer.predictions]
+    bare = NOT_MASKED if any(MASKED in row.protection for row in released) else ""
     scores = "computed at each site after the last round; they stayed there"
     if scored:
-        scores = f"computed at each site after the last round, from {', '.join(scored)}; {_protect_scores(plan)}"
+        scores = f"computed at each site after the last round, from {', '.join(scored)}; {_protect_scores(plan)}{bare}"
         scores += f"; none came from {', '.join(withheld)}" if withheld else ""
     predictions = "asked of no site, and none left a site"
     if sent:
         predictions = (
             f"of test images only, once, in thousandths, with each image's label, from {', '.join(sent)}; no plan "
-            "protects them"
+            f"protects them{bare}"
         )
     kept = [row for row in released if row.kind not in ("predictions", "final scores")]
-    rows = {"final scores": scores, "predictions": predictions}
+    rows = {"final scores": scores, "predictions": predictions, "card": CARD}
     return [*kept, *(ReleasedKind(kind=kind, protection=text) for kind, text in rows.items())]
 
 

@@ -151,9 +151,10 @@ def test_a_path_is_in_the_data_folder_or_here(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "data/set").rmdir()
     assert resolve_path("set", None) == Path("set")
     told = refused(lambda: resolve_path("nowhere", tmp_path / "data"))
-    assert told == f"There is nothing at {tmp_path}/data/nowhere or nowhere; correct data.path, or --data DIR."
+    assert told.startswith(f"There is nothing at {tmp_path}/data/nowhere or nowhere; correct data.path, or --data DIR;")
+    assert "at a site by `polyclinic join --dry-run`" in told, "a coordinator has no images"
     told = refused(lambda: resolve_path(f"{tmp_path}/nowhere", tmp_path / "data"))
-    assert told == f"There is nothing at {tmp_path}/nowhere; correct data.path, or --data DIR."
+    assert told.startswith(f"There is nothing at {tmp_path}/nowhere; correct data.path, or --data DIR;")
 
 
 def test_two_real_sets_side_by_side() -> None:

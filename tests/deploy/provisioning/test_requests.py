@@ -70,6 +70,7 @@ def test_a_site_makes_its_key_and_the_coordinator_registers_it(open_kits: Path) 
     run = CliRunner()
     refused = run.invoke(provision_app, ["accept", str(open_kits), *map(str, paths)], input="n\n")
     assert refused.exit_code == 1
+    assert refused.output.endswith("nothing was registered\n")
     assert ServerConfig.load(open_kits / "server" / "server.yaml").sites == {}
     taken = run.invoke(provision_app, ["accept", str(open_kits), *map(str, paths)], input="y\n")
     assert taken.exit_code == 0, taken.output

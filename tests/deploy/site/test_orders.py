@@ -210,7 +210,7 @@ def test_a_cluster_is_the_one_that_the_recipe_computes(home: Path) -> None:
 
 
 def test_a_masked_round_cannot_be_searched_by_crafted_orders(tmp_path: Path) -> None:
-    """Weights that make the update leave the grid are answered, masked, as any others: once a round, not forty times."""
+    """Weights that make the update leave the grid are answered as any others: once a round, not forty times."""
     write_hospitals(tmp_path, FIVE)
     masked = recipe(rounds=2, stages=[{"name": "mask"}], evaluate__every=0)
     sites, made = masking_desks(tmp_path, "s", FIVE), simulation(masked, tmp_path)

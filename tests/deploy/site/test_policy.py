@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from polyclinic.core.errors import RecipeError, Refused
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.deploy.site.orders import allow_round
+from polyclinic.deploy.site.participation import WITHHELD
 from polyclinic.deploy.site.policy import (
     Allow,
     check_predicted,
@@ -194,8 +196,8 @@ def test_beside_a_budget_predictions_leave_only_if_the_site_says_so(expressly: b
     reply = messages.decode(desk.answer_message(order))
     assert ("predictions" in reply.tensors) == expressly
     (row,) = (one for one in desk.preview_releases(made.recipe) if one.kind == "predictions")
-    assert ("does not leave" in row.protection) != expressly
-    assert expressly or "set budget.predictions: true" in row.protection
+    assert (row.when == WITHHELD) != expressly
+    assert expressly or "a budget, which predictions would evade" in row.protection
 
 
 def test_the_last_look_at_a_reply_finds_kinds_and_bytes_that_nobody_agreed_to() -> None:
@@ -584,7 +586,17 @@ def test_site_yaml_is_read_from_its_own_folder(tmp_path: Path) -> None:
         ({"allow": {"everything": True}}, "there is no key 'allow.everything'"),
         ({"budget": {"epsilon": -1}}, "budget.epsilon is -1"),
         ({"budget": {"epsilon": 1, "unit": "pixel"}}, "budget.unit is 'pixel'"),
-        ({"federation": None}, "federation is None"),
+        ({"federation": None}, "'federation' has no value"),
+        ({"allow": {"kinds": ["modle"]}}, "no algorithm sends anything of kind 'modle' (did you mean 'model'?)"),
+        ({"allow": {"kinds": "model"}}, "allow.kinds is 'model', but it should be a list, such as [model]"),
+        (
+            {"allow": {"algorithms": "fedavg"}},
+            "allow.algorithms is 'fedavg', but it should be a list, such as [fedavg]",
+        ),
+        ({"data": {"busi /x": None}}, "'data.busi /x' has no value"),
+        ({"data": {"busi": 5}}, "data.busi is 5, but it should be a path"),
+        ({"data": "busi"}, "data should hold keys of its own"),
+        ({"budget": {"epsilon": "much"}}, "budget.epsilon is 'much', but it should be a number"),
     ],
 )
 def test_mistakes_in_site_yaml_are_one_sentence(change: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -594,3 +606,4 @@ def test_mistakes_in_site_yaml_are_one_sentence(change: dict[str, Any], words: s
         SiteConfig.load(path)
     assert words in str(caught.value)
     assert str(path) in str(caught.value)
+    assert not re.search(r"tuple|pathlib|valid|dict|\n", str(caught.value)), "no words of a programmer"

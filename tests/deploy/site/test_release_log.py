@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
+from polyclinic.cli.privacy import spent_command
 from polyclinic.cli.site import site_app
 from polyclinic.core.errors import StoreError
 from polyclinic.deploy.site.release_log import ReleaseLog
@@ -63,6 +65,29 @@ def test_two_processes_that_take_turns_keep_one_chain(tmp_path: Path) -> None:
     for number in range(6):
         record((first, second)[number % 2], bytes([number]), number)
     assert first.verify_chain()[0] == 6
+
+
+def test_runs_without_a_plan_are_told_beside_what_was_spent(tmp_path: Path) -> None:
+    """They have no ε, so a ledger that knows nothing of them would show 0."""
+    log, path = ReleaseLog(tmp_path / "state"), tmp_path / "site.yaml"
+    path.write_text(yaml.safe_dump({"federation": "f", "site": "hill"}))
+    (app := typer.Typer()).command()(spent_command)
+    run = CliRunner()
+
+    def spent(*more: str) -> str:
+        return run.invoke(app, [str(path), *more]).stdout
+
+    log.record_release(b"card", {"card": 4}, run="", round=0, purpose="enrol", epsilon=None)
+    log.record_release(b"one", {"model": 3}, run="paid", round=1, purpose="train", epsilon=2.0)
+    log.record_release(b"end", {"metrics": 3}, run="paid", round=2, purpose="evaluate", epsilon=None)
+    assert "without a plan" not in spent()
+    assert json.loads(spent("--json"))["without_plan"] == {"runs": 0, "updates": 0}
+    for name in ("free", "other"):
+        for number in range(3):
+            for _ in range(5):
+                log.record_release(bytes([number]), {"model": 1}, run=name, round=1, purpose="train", epsilon=None)
+    assert "2 runs left without a plan (6 updates); no epsilon bounds them" in spent()
+    assert json.loads(spent("--json"))["without_plan"] == {"runs": 2, "updates": 6}
 
 
 def test_the_command_shows_the_log_and_checks_it(tmp_path: Path) -> None:

@@ -70,7 +70,10 @@ def resolve_path(path: str, data: Path | None) -> Path:
     for place in places:
         if place.exists():
             return place
-    raise DataError(f"There is nothing at {' or '.join(map(str, places))}; correct data.path, or --data DIR.")
+    raise DataError(
+        f"There is nothing at {' or '.join(map(str, places))}; correct data.path, or --data DIR; if sites hold the "
+        "images, what the recipe would send and cost there is shown at a site by `polyclinic join --dry-run`."
+    )
 
 
 class SetPart(Options):

@@ -9,12 +9,11 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, Field, field_validator
 
-from polyclinic.algorithms import ALGORITHMS
-from polyclinic.config.recipe_rules import format_suggestion
 from polyclinic.core import DataError, SiteId, StoreError, read_yaml
 from polyclinic.data.sources.folder import clean_text
 from polyclinic.deploy.config import find_host_problem, validate_config
-from polyclinic.deploy.site.policy import CLOSED, METRICS, PREDICTIONS, Allow, Budget
+from polyclinic.deploy.site.policy import CLOSED, Allow, Budget
+from polyclinic.deploy.site.release_log import ReleaseLog
 from polyclinic.runs.sites import check_site_name
 from polyclinic.storage.files import ANOTHER
 
@@ -94,16 +93,15 @@ class SiteConfig(BaseModel):
 
 
 def config_warnings(config: SiteConfig) -> Iterator[str]:
-    """Settings that are probably mistakes but harmless: an unknown kind never leaves, missing images are not found."""
-    kinds = {METRICS, PREDICTIONS}
-    for algorithm in ALGORITHMS.values():
-        kinds |= {*(exchange.kind for exchange in algorithm().exchanges()), *algorithm.scalars}
-    for kind in config.allow.kinds:
-        if kind not in kinds:
-            yield (
-                f"allow.kinds in site.yaml names {kind!r}{format_suggestion(kind, sorted(kinds))}, which no algorithm "
-                "sends by itself"
-            )
+    """What people should know at the start: images that are not found, and runs that a budget comes too late for."""
+    yield from budget_remarks(config)
     for name, path in config.data.items():
         if not os.access(path, os.R_OK):
             yield f"data in site.yaml says that {name!r} lies at {path}, where nothing can be read; correct it"
+
+
+def budget_remarks(config: SiteConfig) -> Iterator[str]:
+    """Say what a site's budget does not count: the runs that left without a plan."""
+    before = ReleaseLog(config.folder).count_unbounded().sentence
+    if config.budget is not None and before:
+        yield f"{before}: `budget` in site.yaml counts the runs with a plan only"

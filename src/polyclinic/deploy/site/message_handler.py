@@ -136,7 +136,19 @@ class SiteMessageHandler:
     def preview_releases(self, recipe: Recipe) -> list[ReleasePreview]:
         """List what would leave this site if the recipe were approved and ran; raises what a run would raise."""
         check_recipe(recipe, self.site, self.config.allow, self.config.budget, approved=None)
-        return self._rehearse_run(recipe, self._load_images(recipe)).preview_releases()
+        rows = self._rehearse_run(recipe, self._load_images(recipe)).preview_releases()
+        size = len(json.dumps(self.preview_card(recipe)))
+        rows.append(ReleasePreview(CARD, "before the run", {}, size, "none; its content stands below"))
+        if self.peers is not None:
+            why = "name the networks and lists of sites that this site received; nothing in them depends on images"
+            rows.append(ReleasePreview("signatures", "with every reply", {}, 0, why))
+        return rows
+
+    def preview_card(self, recipe: Recipe) -> dict[str, object]:
+        """Return the description of this site's images that leaves before a run of the recipe, but for its keyed hash,
+        in whose place stand words."""
+        card = build_site_profile(self._load_images(recipe), self.site, __version__, "a keyed hash of the images")
+        return {**card, "least_sites": self.config.allow.least_sites}
 
     def _rehearse_run(self, recipe: Recipe, own: FederatedDataset) -> Participation:
         """Take part in a run of this site alone, without training; raises `Refused` if the budget cannot pay for it."""
@@ -286,6 +298,7 @@ class SiteMessageHandler:
             scores=found.scores,
             withheld=found.withheld,
             predictions_sent=bool(found.tensors),
+            classes=part.terms.classes,
         )
         keep_scores(self.config.folder, kept)
         self._write_log(describe_scores(kept))

@@ -18,6 +18,7 @@ import torch
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import Bundle, Refused, SiteId, StoreError
 from polyclinic.deploy.cohort import SIGNED, undo_statements
+from polyclinic.deploy.config import site_command
 from polyclinic.deploy.site.policy import Allow
 from polyclinic.federation.secure_aggregation.agreements import AGREEMENTS, Agreements
 from polyclinic.runs.assemble import given_digest
@@ -176,8 +177,8 @@ class OrderBook:
         rules = self.rules
         raise Refused(
             "round",
-            f"round {order.round} of run {rules.run} {why}; if {rules.site} agrees, run there: polyclinic site "
-            f"allow-round site.yaml {rules.run} {order.round}",
+            f"round {order.round} of run {rules.run} {why}; if {rules.site} agrees, run there: "
+            f"{site_command('allow-round', f'{rules.run} {order.round}')}",
         )
 
     def _book_for(self, order: Order) -> _Answered:

@@ -47,6 +47,7 @@ from polyclinic.federation.engines.local import keep_freed_memory
 from polyclinic.federation.job_loop import JobLoop
 from polyclinic.federation.rounds import draw_cohort
 from polyclinic.federation.secure_aggregation.assembly import SiteIdentity, mask_of
+from polyclinic.federation.secure_aggregation.cohort import MASKS
 from polyclinic.federation.site_limits import read_no_permission
 from polyclinic.federation.site_runner import SiteRunner, drive_jobs
 from polyclinic.federation.update_check import split_predictions
@@ -56,7 +57,7 @@ from polyclinic.runs.assemble import RunSetup, assemble, initial_states, inner_a
 from polyclinic.runs.final_evaluation import SCORES, rounded_bytes
 from polyclinic.runs.networks import device_of, recipe_for_site
 from polyclinic.runs.privacy_plan import bind_plan, noise_secret
-from polyclinic.runs.privacy_record import list_releases
+from polyclinic.runs.privacy_record import NOT_MASKED, list_releases
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.storage import messages
 from polyclinic.storage.site_memory import SiteMemory
@@ -94,7 +95,7 @@ class RunTerms:
         return recipe_digest(self.recipe)
 
 
-WITHHELD = "requested, but not allowed"
+WITHHELD = "stays here"
 MESSAGE_ALLOWANCE = 256 << 20
 SLACK = 0.998
 """Two machines that solve for the same noise differ by 0.1 % at most (`privacy.accounting.noise_for`)."""
@@ -442,30 +443,40 @@ class Participation:
         ]
         if image_report_kinds(self.recipe):
             rows.append(ReleasePreview(METRICS, "every evaluated round", {}, 0, words[METRICS], epsilon=cost))
+        if self.mask is not None:
+            why = "keys and encrypted shares, in which nothing depends on images"
+            rows.append(ReleasePreview(MASKS, "every round", {}, 0, why))
+        rows += (
+            ReleasePreview(name, "every round", {}, 0, "one number that the method needs")
+            for name in sorted(self.scalars)
+        )
         return [*rows, *self._preview_evaluation(cost)]
 
     def _preview_evaluation(self, cost: float | None) -> Iterator[ReleasePreview]:
         """List what would leave after the last round: scores of the final models, and predictions if they may."""
-        tests, privacy = len(self.setup.sites[self.site].test), self.recipe.privacy
-        try:
-            check_kinds((METRICS,), self.site, self.config.allow)
-            if privacy is not None and privacy.metrics == "suppress":
-                raise Refused("privacy", "the recipe's privacy plan keeps them here (privacy.metrics: suppress)")
+        tests, privacy, allow = len(self.setup.sites[self.site].test), self.recipe.privacy, self.config.allow
+        bare = "" if self.mask is None else NOT_MASKED
+        if METRICS not in allow.kinds:
+            yield ReleasePreview("final scores", WITHHELD, {}, 0, "allow.kinds in site.yaml does not name metrics")
+        elif privacy is not None and privacy.metrics == "suppress":
+            why = "the recipe's privacy plan keeps them (privacy.metrics: suppress)"
+            yield ReleasePreview("final scores", WITHHELD, {}, 0, why)
+        else:
             noised = privacy is not None and privacy.metrics == "count"
             what = "accuracy and loss of test images, from noised counts" if noised else "metrics, intervals and counts"
-            why = f"{what}, computed here; the predictions stay"
+            why = f"{what}, computed here{bare}"
             yield ReleasePreview("final scores", "after the last round", {}, 0, why, epsilon=cost if noised else None)
-        except Refused as refusal:
-            yield ReleasePreview("final scores", WITHHELD, {}, 0, f"does not leave: {refusal}")
-        try:
-            check_predictions(self.site, self.config.allow, self.config.budget)
-        except Refused as refusal:
-            yield ReleasePreview(PREDICTIONS, WITHHELD, {}, 0, f"does not leave: {refusal}")
+        if PREDICTIONS not in allow.kinds:
+            yield ReleasePreview(PREDICTIONS, WITHHELD, {}, 0, "allow.kinds in site.yaml does not name predictions")
+            return
+        if self.config.budget is not None and not self.config.budget.predictions:
+            why = "site.yaml has a budget, which predictions would evade"
+            yield ReleasePreview(PREDICTIONS, WITHHELD, {}, 0, why)
             return
         classes = len(self.setup.dataset.classes)
         why = (
             f"of {tests} test images by one model, once, in thousandths, each with its label; no plan protects it, and "
-            "the server chooses the weights that they are made with"
+            f"the server chooses the weights that they are made with{bare}"
         )
         yield ReleasePreview(PREDICTIONS, "after the last round", {}, rounded_bytes(tests, classes), why)
 

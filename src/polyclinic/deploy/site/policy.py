@@ -17,10 +17,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from polyclinic.algorithms import ALGORITHMS
+from polyclinic.algorithms.base import WEIGHT_KINDS
 from polyclinic.config.identity import identity
 from polyclinic.config.recipe import Recipe
 from polyclinic.config.recipe_rules import format_suggestion
 from polyclinic.core import DataError, Part, Refused, SiteId, StoreError, Tensors, Training
+from polyclinic.deploy.config import site_command
 from polyclinic.models import MODELS
 from polyclinic.privacy.plan import PrivacyConfig, Unit
 from polyclinic.storage.files import make_folder, write_atomically
@@ -71,6 +73,21 @@ class Allow(BaseModel):
     @classmethod
     def _check_algorithms(cls, value: Literal["all"] | tuple[str, ...]) -> Literal["all"] | tuple[str, ...]:
         return _check_names(value, "algorithm", list(ALGORITHMS))
+
+    @field_validator("kinds")
+    @classmethod
+    def _check_kinds(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        known = {*WEIGHT_KINDS, METRICS, PREDICTIONS}
+        if not known.issuperset(value):
+            for algorithm in ALGORITHMS.values():
+                known |= {*(exchange.kind for exchange in algorithm().exchanges()), *algorithm.scalars}
+        for kind in value:
+            if kind not in known:
+                suggestion = format_suggestion(kind, sorted(known))
+                raise ValueError(
+                    f"no algorithm sends anything of kind {kind!r}{suggestion}; correct it, or leave it out"
+                )
+        return value
 
     @field_validator("models")
     @classmethod
@@ -186,7 +203,7 @@ def find_approval(digest: str, run: str, has_begun: bool, site: SiteId, approval
     raise Refused(
         "policy",
         f"this recipe was approved at {site} for one run, and {why}; if another shall run, approve it again: "
-        "polyclinic site approve site.yaml RECIPE.yaml",
+        f"{site_command('approve', 'RECIPE.yaml')}",
     )
 
 
@@ -243,7 +260,7 @@ def check_approved(digest: str, site: SiteId, approved: Collection[str]) -> None
         raise Refused(
             "policy",
             f"nobody at {site} has approved this recipe, whose digest is {digest}; if it is agreed, run at the site: "
-            "polyclinic site approve site.yaml RECIPE.yaml",
+            f"{site_command('approve', 'RECIPE.yaml')}",
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from polyclinic.core import StoreError
 from polyclinic.storage.files import append_line, explain_os_errors
@@ -21,6 +21,8 @@ MOST = 4 << 20
 """The bytes after which a new file is begun."""
 KEPT = 4
 """How many older files are kept."""
+UNPROTECTED = "unprotected"
+"""Stands for ε in the row of a release without a guarantee."""
 LOG, REFUSED, FAILED = "site.log", "refused", "failed"
 """The file of the site's own log, and the words with which lines about problems begin."""
 
@@ -52,6 +54,22 @@ class RotatingLog:
         """All lines, the oldest first."""
         paths = [*map(self._rotated_path, range(self.kept, 0, -1)), self.path]
         return [line for path in paths if path.exists() for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+class UnboundedRuns(NamedTuple):
+    """How many runs left a site without a privacy plan, and how many different updates they sent."""
+
+    runs: int
+    updates: int
+
+    @property
+    def sentence(self) -> str:
+        """What to tell people of it; "" where there was none."""
+        if not self.runs:
+            return ""
+        runs = "1 run" if self.runs == 1 else f"{self.runs} runs"
+        updates = "1 update" if self.updates == 1 else f"{self.updates} updates"
+        return f"{runs} left without a plan ({updates}); no epsilon bounds them"
 
 
 class ReleaseLog:
@@ -107,6 +125,12 @@ class ReleaseLog:
                 found.append(json.loads(line))
         return found
 
+    def count_unbounded(self) -> UnboundedRuns:
+        """Count the runs that sent updates without a privacy plan. A recipe that was run again counts once, as a run;
+        its updates count again where they differ."""
+        bare = [row for row in self.read_entries() if row["purpose"] == "train" and row["epsilon"] == UNPROTECTED]
+        return UnboundedRuns(len({row["run"] for row in bare}), len({(row["run"], row["sha256"]) for row in bare}))
+
     def _open(self) -> Ledger:
         """The log as it is on the disk: read again if somebody else has written, or a write was torn."""
         with explain_os_errors(self.path):
@@ -133,7 +157,7 @@ def last_trouble(folder: Path) -> tuple[str, str] | None:
 
 def _describe_epsilon(epsilon: float | None) -> float | str:
     if epsilon is None:
-        return "unprotected"
+        return UNPROTECTED
     return round(epsilon, 6) if epsilon < math.inf else "infinite"
 
 

@@ -46,6 +46,8 @@ class KeptScores(BaseModel):
     withheld: str
     """Why the scores did not leave the site; "": they did."""
     predictions_sent: bool
+    classes: tuple[str, ...] = ()
+    """Of the run, in order: of two the second is the positive one."""
 
     @property
     def judged(self) -> PartScores | None:

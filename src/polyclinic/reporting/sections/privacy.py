@@ -5,7 +5,8 @@ from statistics import fmean
 
 from polyclinic.evaluation.comparison import mean_of_known
 from polyclinic.evaluation.rows import group_pairs
-from polyclinic.evaluation.summary import PrivacySpent
+from polyclinic.evaluation.summary import PartScores, PrivacySpent, RunSummary
+from polyclinic.evaluation.task import confusion_of
 from polyclinic.privacy.plan import describe_noise
 from polyclinic.reporting.blocks import Block, Bullets, Folded, Heading, Paragraph, Section, Table
 from polyclinic.reporting.formatting import MISSING, format_megabytes, format_names, round_up
@@ -140,11 +141,26 @@ def _traffic(data: ReportData) -> list[Block]:
     return [Paragraph(f"Sent by all sites together, over a whole run: {', '.join(sent)}.", "note")] if sent else []
 
 
+def _list_scores(run: RunSummary) -> list[PartScores]:
+    """Return all scores of a run that a report may show."""
+    models = [*run.merged.values(), *(scores for site in run.sites.values() for scores in site.values())]
+    return [run.headline.scores, *(scores for parts in models for scores in parts.values())] if models else []
+
+
+def _is_bare(run: RunSummary) -> bool:
+    """Whether figures of the final models came without noise: those of a simulation always do."""
+    return not run.has_remote_sites or run.privacy is None or run.privacy.metrics == "open"
+
+
 def _own_disclosures(data: ReportData) -> Iterator[str]:
-    yield (
-        "Numbers of images by site and class, and in confusion matrices down to single images; figures of test images "
-        "without noise. No patient's name or number."
-    )
+    runs = [run for method in data.methods for run in method.summaries]
+    by_class = " and class" if any(site.classes for run in runs for site in run.site_sizes) else ""
+    shown = [scores for run in runs for scores in _list_scores(run)]
+    matrices = any(confusion_of(scores) for scores in shown)
+    counted = ", and in confusion matrices down to single images" if matrices else ""
+    bare = "figures of test images without noise" if any(map(_is_bare, runs)) else "no figure of test images but noised"
+    figures = f"; {bare}" if shown else "; no figure of test images"
+    yield f"Numbers of images by site{by_class}{counted}{figures}. No patient's name or number."
     yield (
         "Pictures of patients, because --with-images was given: keep this file where the images may be seen."
         if data.with_images

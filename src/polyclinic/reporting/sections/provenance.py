@@ -11,6 +11,8 @@ from polyclinic.reporting.report_data import Method, ReportData
 
 NOT_COMPARED = ("name", "about", "paper", "claims", "methods", "engine", "seed", "track")
 """Keys that may differ between recipes without being a difference of methods."""
+LOCAL_DATA = "Data sets that are not generated need --data."
+REMOTE_DATA = "The images are at the sites, where each has to have the same ones."
 HEAD = ("algorithm", "data", "network", "parameters", "seeds", "model’s SHA-256, first digits")
 
 
@@ -69,8 +71,14 @@ def reproduce_section(data: ReportData) -> Section | None:
         return None
     folder, given = shlex.quote(str(files.path)), " ".join(shlex.quote(str(path)) for path in data.folders)
     lines = [f"polyclinic run {folder}/recipe.yaml --out again"]
+    remote = any(run.has_remote_sites for method in data.methods for run in method.summaries)
+    if remote:
+        lines = [f"polyclinic serve server.yaml {folder}/recipe.yaml --out again"]
+        lines += ["# at the server, with its server.yaml, after the sites have approved the recipe once more"]
     if not data.is_single:
         lines += ["# each method and seed has its own recipe.yaml in its folder"]
+    elif remote:
+        pass
     elif data.first.summary.algorithm != "local":
         lines += [
             f"polyclinic run {folder}/recipe.yaml --set algorithm=local --out alone",
@@ -79,7 +87,7 @@ def reproduce_section(data: ReportData) -> Section | None:
     lines += [f"polyclinic report {given}"]
     words = ("A private run draws new noise, so its model differs, and costs ε again. " if data.has_privacy else "") + (
         "Without privacy the same recipe, versions and kind of machine give the same model to the bit: compare sha256 "
-        "in result.json with the one above. Data sets that are not generated need --data."
+        f"in result.json with the one above. {REMOTE_DATA if remote else LOCAL_DATA}"
     )
     blocks: list[Block] = [Preformatted("\n".join(lines)), Paragraph(words)]
     return Section("again", "How to reproduce", blocks, {"Engineer": "How do I run it again?"})

@@ -10,7 +10,7 @@ from polyclinic.evaluation.statistics import LEVEL
 from polyclinic.evaluation.task import class_names
 from polyclinic.reporting.blocks import Block, Cell, Folded, Paragraph, Section, Table
 from polyclinic.reporting.charts import Estimate, interval_chart, stacked_bars
-from polyclinic.reporting.formatting import format_names, format_number, format_percent
+from polyclinic.reporting.formatting import MISSING, format_names, format_number, format_percent
 from polyclinic.reporting.report_data import Method, ReportData, format_sample
 from polyclinic.reporting.sections.tasks import task_report
 from polyclinic.reporting.sections.tests import difference_cell, difference_cells
@@ -21,14 +21,19 @@ MOST_SITES = 10
 FEW = 30
 """Below so many test images an interval is wide, whatever the method."""
 PARTS = ("train", "validation", "test")
+SHIFT_NOTE = (
+    "Class shift: the share of a site's images that would have to change class for it to have the mix of all together "
+    "(total variation distance)."
+)
+UNKNOWN_NOTE = "How many images of each class a site has is not known: real sites do not tell it."
 
 
 def sites_section(data: ReportData) -> Section | None:
-    """Numbers of images and the mix of classes at each site."""
+    """Numbers of images and the mix of classes at each site, where the classes of images are known."""
     if not (sites := data.first.summary.site_sizes):
         return None
     counted = dict.fromkeys(name for site in sites for name in site.classes)
-    classes = class_names(data.first.summary) or tuple(counted)
+    classes = (class_names(data.first.summary) or tuple(counted)) if counted else ()
     mixes = {site.site: [float(site.classes.get(name, 0)) for name in classes] for site in sites}
     total = [sum(counts) for counts in zip(*mixes.values(), strict=True)]
     sizes = {site.site: [getattr(site, part) for part in PARTS] for site in sites}
@@ -37,26 +42,24 @@ def sites_section(data: ReportData) -> Section | None:
             name,
             *(f"{size:,}" for size in sizes[name]),
             *(_class_cell(count, sum(mix)) for count in mix),
-            format_percent(total_variation(mix, total)),
+            *([_shift_cell(mix, total)] if counted else []),
         ]
         for name, mix in mixes.items()
     ]
     every = [f"{sum(size):,}" for size in zip(*sizes.values(), strict=True)]
-    rows.append(["all", *every, *(_class_cell(count, sum(total)) for count in total), "–"])
-    note = (
-        "Numbers are of images. Class shift: the share of a site's images that would have to change class for it to "
-        "have the mix of all together (total variation distance)."
-    )
+    rows.append(["all", *every, *(_class_cell(count, sum(total)) for count in total), *([MISSING] if counted else [])])
+    note = f"Numbers are of images. {SHIFT_NOTE if counted else UNKNOWN_NOTE}"
     if small := [site.site for site in sites if 0 < site.test < FEW]:
         note += f" Fewer than {FEW} test images at {format_names(small)}: figures there say little by themselves."
     if data.has_several_seeds:
         note += " First seed."
     blocks: list[Block] = [
-        Table("Sites and their images", ["site", *PARTS, *classes, "class shift"], rows),
+        Table("Sites and their images", ["site", *PARTS, *classes, *(["class shift"] if counted else [])], rows),
         Paragraph(note, "note"),
     ]
-    if total and data.is_from_folders:
-        blocks.append(stacked_bars("classes", "Classes at each site", dict(list(mixes.items())[:MOST_DRAWN]), classes))
+    drawn = [(site, mix) for site, mix in mixes.items() if sum(mix)]
+    if drawn and data.is_from_folders:
+        blocks.append(stacked_bars("classes", "Classes at each site", dict(drawn[:MOST_DRAWN]), classes))
     return Section(
         "sites",
         "The sites and how they differ",
@@ -67,6 +70,10 @@ def sites_section(data: ReportData) -> Section | None:
 
 def _class_cell(count: float, total: float) -> str:
     return f"{count:,.0f} ({format_percent(count / total)})" if total else "–"
+
+
+def _shift_cell(mix: Sequence[float], total: Sequence[float]) -> str:
+    return format_percent(total_variation(mix, total)) if sum(mix) else MISSING
 
 
 def total_variation(mix: Sequence[float], total: Sequence[float]) -> float:

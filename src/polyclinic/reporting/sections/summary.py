@@ -70,6 +70,11 @@ def _describe_extremes(data: ReportData, run: Run, seeds: int) -> Iterator[str]:
     if len(known) > 1:
         part, report = run.summary.headline.part, task_report(run.summary)
         low, high = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
+        level = {report.describe_value(value, math.nan, math.nan, part) for value in known.values()}
+        if len(level) == 1:
+            first = "" if seeds == 1 else " (first seed)"
+            yield f"Sites do not differ{first}: {level.pop()} are right at each of {format_count(len(known), 'site')}."
+            return
         lowest, highest = (
             report.describe_scores(run.site_scores[site], data.main_metric, part) for site in (low, high)
         )
