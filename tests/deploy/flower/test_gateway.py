@@ -126,8 +126,8 @@ def test_a_site_with_another_key_is_refused_with_the_reason(kits: Path, tmp_path
     with open_server(server(kits, tmp_path)) as reception, attending(other, reception, "hill", tmp_path / "b") as told:
         until(lambda: told)
         assert told == [
-            f"127.0.0.1:{reception.link.port} refuses this site: its key is not registered, or was revoked; ask for a "
-            f"new kit{AGAIN}"
+            f"127.0.0.1:{reception.link.port} refuses this site: its key is not registered, or was revoked; send "
+            f"request.json to the coordinator, who accepts it or says why not{AGAIN}"
         ]
         assert reception.board.refusals == {("", "a key that is not registered, from 127.0.0.1"): 1}
         assert reception.link.connected_sites() == []
