@@ -66,6 +66,23 @@ def test_going_back_ends_in_the_same_bits(tmp_path: Path) -> None:
     assert "went back from round 6 to round 3" in (tmp_path / "report.html").read_text()
 
 
+def test_sums_of_undone_masked_rounds_are_not_used_again(tmp_path: Path) -> None:
+    """Else the sum with a hostile site's update would be taken from the disk."""
+    masked: dict[str, Any] = {"stages": [{"name": "mask"}], "algorithm": "fedavg"}
+    straight = polyclinic.run(polyclinic.Recipe.from_values({**VALUES, **masked}), tmp_path / "straight").summary
+    folder = tmp_path / "back"
+    interrupted(folder, 6, **masked)
+
+    def masked_rounds() -> set[int]:
+        return {int(path.name.partition("-")[0]) for path in RunFolder(folder).masks.iterdir()}
+
+    assert max(masked_rounds()) == 6
+    roll_back(folder, 3)
+    assert max(masked_rounds()) == 3
+    ended = polyclinic.run(polyclinic.Recipe.from_values({**VALUES, **masked}), folder).summary
+    assert ended.sha256 == straight.sha256
+
+
 def test_a_person_is_asked_which_rounds_to_undo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One digit too few in --to undoes many rounds, which cannot be brought back."""
     interrupted(tmp_path, 4)

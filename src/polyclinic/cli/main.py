@@ -19,7 +19,6 @@ from polyclinic.cli import (
     predict,
     privacy,
     provision,
-    report,
     run,
     server,
     site,
@@ -39,8 +38,8 @@ COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     },
     "Data": {"data": data.app, "weights": data.weights_app},
     "Results": {
-        "report": report.report_command,
-        "board": report.board_command,
+        "report": inspect.report_command,
+        "board": inspect.board_command,
         "explain": inspect.explain_command,
         "features": inspect.features_command,
         "predict": predict.predict_command,

@@ -55,7 +55,7 @@ def split_host_port(address: str) -> tuple[str, int]:
         host.startswith("[") != (":" in bare)
         or not bare
         or not re.fullmatch("[0-9]{1,5}", port)
-        or int(port) >= 1 << 16
+        or not 0 < int(port) < 1 << 16
     ):
         raise ValueError("it should be HOST:PORT, such as 0.0.0.0:9443 or [::]:9443")
     return bare, int(port)

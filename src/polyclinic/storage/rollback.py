@@ -1,5 +1,6 @@
 """Going back to an earlier round of a run that has not ended, for example to undo what a hostile site has done."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +44,9 @@ def plan_rollback(path: Path, round: int) -> Rollback:
 def roll_back(path: Path, round: int) -> Rollback:
     """Let a run go on from the snapshot after `round` the next time it is continued.
 
-    Later snapshots are deleted. The ledger keeps all its rows, and gets one about this: what the undone rounds cost, in
-    privacy too, stays charged. A crash on the way leaves a folder for which the same call can be repeated.
+    Later snapshots, and what was heard in later masked rounds, are deleted. The ledger keeps all its rows, and gets one
+    about this: what the undone rounds cost, in privacy too, stays charged. A crash on the way leaves a folder for which
+    the same call can be repeated.
     """
     plan_rollback(path, round)  # before a lock file is left in a folder that is no run's
     with lock_folder(path):
@@ -54,4 +56,7 @@ def roll_back(path: Path, round: int) -> Rollback:
         with explain_os_errors(folder.snapshots):
             for later in reversed([number for number in store.rounds() if number > round]):
                 store.path_of(later).unlink(missing_ok=True)
+            for masked in folder.masks.glob("*"):  # sums of undone rounds, from which a resume would go on
+                if int(masked.name.partition("-")[0]) > round:
+                    shutil.rmtree(masked)
         return found
