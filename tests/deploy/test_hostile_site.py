@@ -75,6 +75,20 @@ def huge_metrics(reply: messages.Message) -> Mapping[str, Any]:
     return {"report": [{**row, "n": 1 << 53, "loss": 1e99, "accuracy": 1.0} for row in reply.fields["report"]]}
 
 
+def reporting(change: Callable[[dict[str, Any], int], list[dict[str, Any]]]) -> Change:
+    """The hostile site sends other rows: `change` of each honest one and the round."""
+
+    def fields(reply: messages.Message) -> Mapping[str, Any]:
+        rows = reply.fields.get("report", [])
+        return {"report": [new for row in rows for new in change(row, reply.fields["round"])]} if rows else {}
+
+    return with_fields(fields)
+
+
+def asking_for(least: int) -> Change:
+    return with_fields(lambda reply: {"least_sites": least} if "card" in reply.fields else {})
+
+
 def predicting(change: Callable[[Bundle], Bundle]) -> Change:
     def alter(_: messages.Message, reply: messages.Message) -> messages.Message:
         if "predictions" not in reply.tensors:
@@ -101,6 +115,9 @@ WEIGHTS: dict[str, Change] = {
 }
 LIES: dict[str, Change] = {
     "2⁵³ metrics": with_fields(huge_metrics),
+    "metrics of no model": reporting(lambda row, _: [{"n": 1, "loss": 1.0}]),
+    "metrics of a part that there is not": reporting(lambda row, _: [{**row, "part": "validation2"}]),
+    "metrics of a personal model": reporting(lambda row, _: [{**row, "model": "personal"}]),
     "NaN predictions": predicting(not_a_number),
     "2,000,000 rows": predicting(two_million_rows),
 }
@@ -302,21 +319,42 @@ def test_lies_beside_the_weights_are_refused_and_the_run_ends(lie: str, five: Pa
     assert set(found.sites) >= set(SITES) - {HOSTILE}
 
 
+STOPPING: dict[str, Any] = {
+    "early_stop": {"patience": 2},
+    "rounds": 6,
+    "quorum": 4,
+    "training": {"batch": 4, "optimiser": {"lr": 0.02}},
+}
+RISING = reporting(lambda row, round: [{**row, "loss": 3.0 * round}])
+
+
 def test_one_site_cannot_stop_a_run_early(five: Path, tmp_path: Path) -> None:
     """It reports ever rising losses; the median of the sites still falls, so the run goes on."""
-    rounds = 6
+    played, stopped = federation(five, "pessimist", RISING), federation(five, "pessimist, mean", RISING)
+    assert played.run(recipe(**STOPPING), tmp_path / "default").rounds == 6
+    assert stopped.run(recipe(**STOPPING, aggregate="mean"), tmp_path / "mean").rounds < 6
 
-    def pessimist(reply: messages.Message) -> Mapping[str, Any]:
-        rising = 3.0 * reply.fields["round"] if "report" in reply.fields else 0.0
-        return {"report": [{**row, "loss": rising} for row in reply.fields["report"]]} if rising else {}
 
-    settings: dict[str, Any] = {"early_stop": {"patience": 2}, "rounds": rounds, "aggregate": "norm_bound"}
-    played = federation(five, "pessimist", with_fields(pessimist))
-    stopped = federation(five, "pessimist, mean", with_fields(pessimist))
-    training = {"batch": 4, "optimiser": {"lr": 0.02}}
-    assert played.run(recipe(**{**settings, "training": training}), tmp_path / "default").rounds == rounds
-    plain = {**settings, "aggregate": "mean", "training": training}
-    assert stopped.run(recipe(**plain), tmp_path / "mean").rounds < rounds
+@pytest.mark.parametrize("models", [["personal"], [f"m{number}" for number in range(20)], ["global", "global"]])
+def test_one_site_cannot_stop_a_run_early_by_rows_of_other_models(
+    models: list[str], five: Path, tmp_path: Path
+) -> None:
+    """A personal model would count instead of all others, twenty models as twenty sites."""
+    change = reporting(lambda row, round: [{**row, "model": name, "loss": 3.0 * round} for name in models])
+    played = federation(five, f"models {models}", change)
+    assert played.run(recipe(**STOPPING), tmp_path).rounds == 6
+    assert played.troubled() == {HOSTILE}
+
+
+def test_a_site_that_asks_for_a_billion_sites_takes_no_part(five: Path, tmp_path: Path) -> None:
+    """It is named, and a quorum decides: without one the run needs all sites."""
+    played = federation(five, "least", asking_for(BILLION))
+    found = played.run(wanted(quorum=4), tmp_path / "quorum")
+    assert found.rounds == 4
+    assert found.absent.keys() == played.troubled() == {HOSTILE}
+    assert "takes part only with 1000000000 sites or more" in found.absent[HOSTILE]
+    with pytest.raises(RoundFailed, match="4 of 5 sites enrolled, 5 are needed .dune: refused: it takes part only"):
+        federation(five, "least, all", asking_for(BILLION)).run(wanted(), tmp_path / "all")
 
 
 def test_a_card_of_a_billion_images_costs_no_memory() -> None:

@@ -161,6 +161,7 @@ def enrol_sites(
         elif site in missing:
             enrolment.exclude_site(site, Failure("dead", missing[site]))
     enrolment.enrol_all([site for site in sites if site not in enrolment.absent])
+    enrolment.exclude_sites_that_want_more(len(sites))
     for site in enrolment.profiles:
         if site in kept and kept[site] != enrolment.profiles[site]:
             raise StoreError(
@@ -175,24 +176,9 @@ def enrol_sites(
             f"{len(enrolment.profiles)} of {len(sites)} sites enrolled, {needed} are needed ({why}); mend that, or set "
             "quorum"
         )
-    check_least_sites(recipe, enrolment.least_sites, len(sites))
     there = kept or enrolment.profiles
     taking = {site: there[site] for site in sites if site in there}  # a site that is only late may still join a round
     return taking, {site: why for site, why in absent.items() if site not in taking}
-
-
-def check_least_sites(recipe: Recipe, asked: Mapping[SiteId, int], sites: int) -> None:
-    """Raise `RecipeError` if a round could count with fewer sites than one of them asks for: it would then refuse the
-    next round, and all further ones."""
-    played = min(recipe.quorum or sites, recipe.cohort or sites)
-    for site, least in asked.items():
-        if least > played:
-            keys = " and ".join(key for key in ("quorum", "cohort") if (getattr(recipe, key) or sites) < least)
-            remedy = f"raise {keys} to {least}" if keys and least <= sites else "more sites are needed"
-            raise RecipeError(
-                f"{site} takes part only with {least} sites or more (allow.least_sites in its site.yaml), and a round "
-                f"of this recipe may have {played}; {remedy}, or it can lower that"
-            )
 
 
 @dataclass
@@ -232,6 +218,21 @@ class Enrolment:
         self.profiles = {site: profiles[site] for site in sites if site in profiles and site not in odd}
         for site, why in odd.items():
             self._explain_misfit(site)
+            self.exclude_site(site, Failure("refused", why))
+
+    def exclude_sites_that_want_more(self, sites: int) -> None:
+        """Exclude the sites that ask for more sites in a round than one of this recipe may count with: they would
+        refuse the next round, and all further ones. `sites`: the number of the federation's sites."""
+        played = min(self.recipe.quorum or sites, self.recipe.cohort or sites)
+        for site in [site for site in self.profiles if self.least_sites[site] > played]:
+            least = self.least_sites[site]
+            keys = " and ".join(key for key in ("quorum", "cohort") if (getattr(self.recipe, key) or sites) < least)
+            remedy = f"raise {keys} to {least}" if keys and least <= sites else "more sites are needed"
+            why = (
+                f"it takes part only with {least} sites or more (allow.least_sites in its site.yaml), and a round of "
+                f"this recipe may have {played}; {remedy}, or it can lower that"
+            )
+            del self.profiles[site]
             self.exclude_site(site, Failure("refused", why))
 
     def exclude_site(self, site: SiteId, failure: Failure) -> None:

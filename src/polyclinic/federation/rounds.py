@@ -85,6 +85,8 @@ class _RoundExchange:
     state: Bundle
     outbox: Outbox
     log: RoundLog
+    parts: Sequence[Part] = ()
+    """The parts of their images that the sites are to report on."""
     layouts: dict[str, tuple[Bundle, int]] = field(default_factory=dict)
     """By cluster: the names, shapes and dtypes of an update as it is sent, and its size in bytes."""
 
@@ -239,7 +241,7 @@ class Rounds:
     ) -> Iterator[Update]:
         """Send the round's messages and yield accepted updates by cluster and site; `log` gets an entry per site."""
         exchange = _RoundExchange(
-            round, state, self.prepare_outbox("train", round, state, cohort, parts, progress), log
+            round, state, self.prepare_outbox("train", round, state, cohort, parts, progress), log, parts
         )
         if self.mask is not None:
             yield self._receive_sum(exchange, self.mask, cohort, parts, progress)
@@ -352,6 +354,7 @@ class Rounds:
             optional=frozenset(exchange.kind for exchange in exchanges if exchange.optional),
             examples=self.federation.sites[site],
             held=self.federation.held.get(site, {}),
+            reports=[(model, part) for part in exchange.parts for model in self.algorithm.models(received, None)],
             max_norm=self.rules.max_norm,
         )
 
