@@ -29,6 +29,7 @@ from polyclinic.deploy.provisioning.peer_list import peer_keys
 from polyclinic.deploy.site.policy import unnamed_weights
 from polyclinic.federation.engines import Answer, Engine, RemoteExecution
 from polyclinic.federation.mailbox import DividedMessages, Outbox, message_parts
+from polyclinic.federation.robust.rules import MOST_BELIEVED, believe_counts
 from polyclinic.federation.rounds import Watch
 from polyclinic.runs.assemble import assemble, first_weights_digests, make_no_plan
 from polyclinic.runs.experiment import Experiment, run_tracked
@@ -81,7 +82,12 @@ def run_deployed(
     announced = AnnouncedEngine(remote.engine, remote.deadline, read_peers)
     listed = read_peers()
     keys = None if listed is None else peer_keys(listed)
-    remote = replace(remote, engine=announced, absent=absent, peers=keys)
+    told = {site: card.train for site, card in profiles.items()}
+    believed = believe_counts(told, remote.most_images)
+    doubted = {site: describe_doubt(told[site], most) for site, most in believed.items() if most < told[site]}
+    for site, why in doubted.items():
+        watch("doubted", {"site": site, "why": why})
+    remote = replace(remote, engine=announced, absent=absent, peers=keys, believed=believed, doubted=doubted)
     experiment = Experiment(recipe, folder, data, watch, RemoteSites.from_profiles(profiles), remote)
     announced.announcement = begin = _begin_fields(experiment)
     if listed is not None and keys is not None:
@@ -92,6 +98,14 @@ def run_deployed(
     result = run_tracked(experiment)
     announced.end_run()
     return result
+
+
+def describe_doubt(claimed: int, believed: int) -> str:
+    """Return what to tell the coordinator of a site's unregistered number of training images."""
+    return (
+        f"claims {claimed:,} training images, more than {MOST_BELIEVED} times the other sites' median, and counts as "
+        f"one of {believed:,}; register its number of all images under images in server.yaml, if it is true"
+    )
 
 
 def check_servable(recipe: Recipe, sites: Sequence[SiteId], folder: Path) -> None:

@@ -111,7 +111,13 @@ def metric_rows(round: int, log: RoundLog, held_out: Mapping[str, float | None] 
 def format_failure(round: int, log: RoundLog, quorum: int) -> str:
     """Return the sentence for a round that missed its quorum."""
     failed = [f"{site}: {found.why}" for site, found in log.sites.items() if found.outcome not in (None, "accepted")]
+    remedy = "correct that and resume, or set a lower quorum"
+    if sum(found.kind == "finite" for found in log.sites.values()) > 1:
+        remedy = (
+            "several sites diverged at once, so the cause is more likely the model that all of them received than any "
+            "of these sites: go back to an earlier round (polyclinic rollback), or lower the learning rate"
+        )
     return (
         f"round {round} had {log.accepted} acceptable updates where the quorum is {max(1, quorum)}, so the state was "
-        f"left unchanged ({'; '.join(failed[:3])}); correct that and resume, or set a lower quorum"
+        f"left unchanged ({'; '.join(failed[:3])}); {remedy}"
     )

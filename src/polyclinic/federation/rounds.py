@@ -39,6 +39,7 @@ from polyclinic.federation.engines import Answer, Engine
 from polyclinic.federation.mailbox import Outbox, in_site_order
 from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.federation.progress import Outcome, Progress, RoundOptions, advance_progress
+from polyclinic.federation.robust.rules import MOST_REACH
 from polyclinic.federation.robust.screen import Outlier, UpdateScreen
 from polyclinic.federation.round_log import (
     RoundLog,
@@ -125,13 +126,16 @@ class Rounds:
         budget: PrivacyBudget | None = None,
         server_trainer: Callable[[Bundle, Site], Bundle] | None = None,
         peers: PeerKeys | None = None,
+        believed: Mapping[SiteId, int] | None = None,
     ) -> None:
-        """`peers`: the sites' public keys, with which the signatures of masked rounds are checked."""
-        self.peers = peers
+        """`peers`: the sites' public keys, with which the signatures of masked rounds are checked. `believed`: as how
+        many images each site counts whose number nobody has registered."""
+        self.peers, self.believed = peers, believed or {}
         self.federation, self.algorithm, self.engine = federation, algorithm, engine
         self.rules, self.journal, self.watch, self.evaluate_held_out = rules, journal, watch, evaluate_held_out
         self.transforms, self.budget, self.server_trainer = tuple(transforms), budget, server_trainer
-        self.screen = UpdateScreen(rules.aggregate, algorithm, rules.update_memory)
+        most_reach = {site: MOST_REACH * (n == federation.sites[site]) for site, n in self.believed.items()}
+        self.screen = UpdateScreen(rules.aggregate, algorithm, rules.update_memory, most_reach)
         self.mask = next((stage for stage in transforms if isinstance(stage, Mask)), None)
         self.trainers = [POOLED] if algorithm.pooled else [s for s in federation.sites if s != POOLED]
 
@@ -301,7 +305,8 @@ class Rounds:
         log.reports[site] = accepted.report
         if accepted.fields.get("keeps_memory") is True:
             log.sites_with_memory.add(site)
-        return accepted.update
+        most = self.believed.get(site, accepted.update.examples)
+        return replace(accepted.update, examples=min(accepted.update.examples, most))
 
     def prepare_outbox(
         self,
@@ -352,11 +357,16 @@ class Rounds:
             received=received,
             like=exchange.layouts[cluster][0],
             optional=frozenset(exchange.kind for exchange in exchanges if exchange.optional),
-            examples=self.federation.sites[site],
+            examples=self._most_examples(site),
             held=self.federation.held.get(site, {}),
             reports=[(model, part) for part in exchange.parts for model in self.algorithm.models(received, None)],
             max_norm=self.rules.max_norm,
         )
+
+    def _most_examples(self, site: SiteId) -> int:
+        """Return the most examples that a reply may claim: behind masks no weight can be lowered afterwards."""
+        told = self.federation.sites[site]
+        return told if self.mask is None else min(told, self.believed.get(site, told))
 
     def collect_predictions(
         self, outcome: Outcome, parts: list[Part], extra_tensors: Bundle | None = None
