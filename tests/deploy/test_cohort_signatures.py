@@ -21,7 +21,7 @@ import yaml
 
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.core import Bundle, Failure, SiteId
-from polyclinic.core.errors import EngineError, RecipeError, Refused, RoundFailed
+from polyclinic.core.errors import EngineError, Refused, RoundFailed
 from polyclinic.deploy.cohort import FIELD, FIELDS, hash_statements, hash_terms
 from polyclinic.deploy.config import FederationConfig, ServerSection
 from polyclinic.deploy.provisioning.certificates import (
@@ -240,7 +240,9 @@ def test_a_site_that_was_away_comes_back_and_a_late_one_joins(home: Path, k: Pat
         lost = site == "hill" and fields["purpose"] == "train" and fields["round"] == 2
         return away(strict, site) if lost else strict.answer(site, data)
 
-    with pytest.raises(RecipeError, match=r"harbour takes part only with 3 sites or more .* raise quorum to 3"):
+    with pytest.raises(
+        RoundFailed, match=r"harbour: refused: it takes part only with 3 sites or more .* raise quorum to 3"
+    ):
         played(k, one_away, tmp_path / "other", rounds=4, quorum=1)
     with pytest.raises(RoundFailed, match="2 acceptable updates where the quorum is 3"):
         played(k, one_away, tmp_path / "closed", rounds=4)

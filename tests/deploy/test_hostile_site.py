@@ -5,6 +5,7 @@ Real sites (`SiteMessageHandler`) answer the server; the hostile one changes its
 
 from __future__ import annotations
 
+import io
 import math
 import tracemalloc
 from collections.abc import Callable, Mapping
@@ -14,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 from polyclinic import Recipe, report
+from polyclinic.cli.display import Display
 from polyclinic.core.errors import RoundFailed
 from polyclinic.core.flat_tensors import l2_distance
 from polyclinic.core.jobs import Failure
@@ -59,20 +62,37 @@ def with_fields(fields: Callable[[messages.Message], Mapping[str, Any]]) -> Chan
     return lambda _, reply: messages.Message({**reply.fields, **fields(reply)}, reply.tensors)
 
 
-def a_billion_images(order: messages.Message, reply: messages.Message) -> messages.Message:
-    """Its card says a billion, its replies say so too, and all its weights are 0.123."""
-    if "card" in reply.fields:
-        return messages.Message({**reply.fields, "card": {**reply.fields["card"], "train": BILLION}}, {})
-    if "examples" not in reply.fields:
-        return reply
-    flat = moved(lambda _, t: torch.full_like(t, 0.123))(order, reply)
-    return messages.Message({**reply.fields, "examples": BILLION}, flat.tensors)
-
-
 def huge_metrics(reply: messages.Message) -> Mapping[str, Any]:
     if "report" not in reply.fields:
         return {}
     return {"report": [{**row, "n": 1 << 53, "loss": 1e99, "accuracy": 1.0} for row in reply.fields["report"]]}
+
+
+def reporting(change: Callable[[dict[str, Any], int], list[dict[str, Any]]]) -> Change:
+    """The hostile site sends other rows: `change` of each honest one and the round."""
+
+    def fields(reply: messages.Message) -> Mapping[str, Any]:
+        rows = reply.fields.get("report", [])
+        return {"report": [new for row in rows for new in change(row, reply.fields["round"])]} if rows else {}
+
+    return with_fields(fields)
+
+
+def asking_for(least: int) -> Change:
+    return with_fields(lambda reply: {"least_sites": least} if "card" in reply.fields else {})
+
+
+def claiming(images: int, change: Change = lambda _, reply: reply) -> Change:
+    """The hostile site's card and replies claim so many training images; its weights are as `change` leaves them."""
+
+    def alter(order: messages.Message, reply: messages.Message) -> messages.Message:
+        if "card" in reply.fields:
+            return messages.Message({**reply.fields, "card": {**reply.fields["card"], "train": images}}, {})
+        changed = change(order, reply)
+        fields = {**changed.fields, "examples": images} if "examples" in changed.fields else changed.fields
+        return messages.Message(fields, changed.tensors)
+
+    return alter
 
 
 def predicting(change: Callable[[Bundle], Bundle]) -> Change:
@@ -94,6 +114,35 @@ def two_million_rows(tensors: Bundle) -> Bundle:
     return {"predictions": {n: t[:1].repeat(2_000_000, *[1] * (t.ndim - 1)) for n, t in found.items()}}
 
 
+def sideways(times: float, cosine: float) -> Change:
+    """Weights so many times as far as the honest ones, at this angle with them, and else in one random direction."""
+
+    def alter(order: messages.Message, reply: messages.Message) -> messages.Message:
+        if "model" not in reply.tensors:
+            return reply
+        start, trained = order.tensors["model"], reply.tensors["model"]
+        own = {name: (trained[name] - start[name]).double() for name in trained}
+        generator = torch.Generator().manual_seed(1)
+        drawn = {n: torch.randn(t.shape, generator=generator, dtype=torch.float64) for n, t in own.items()}
+        length = math.sqrt(sum(float((t * t).sum()) for t in own.values()))
+        along = sum(float((own[n] * drawn[n]).sum()) for n in own) / length**2
+        drawn = {n: t - along * own[n] for n, t in drawn.items()}
+        scale = length / math.sqrt(sum(float((t * t).sum()) for t in drawn.values()))
+        aside = math.sqrt(1 - cosine**2) * scale
+        model = {
+            n: (start[n].double() + times * (cosine * own[n] + aside * drawn[n])).to(start[n].dtype) for n in start
+        }
+        return messages.Message(reply.fields, {**reply.tensors, "model": model})
+
+    return alter
+
+
+a_billion_images = claiming(BILLION, moved(lambda _, t: torch.full_like(t, 0.123)))
+"""Its card says a billion, its replies say so too, and all its weights are 0.123."""
+SIDEWAYS = {
+    f"a billion images, {times:g} times as far, cosine {cosine}": claiming(BILLION, sideways(times, cosine))
+    for times, cosine in ((1.0, 1.0), (1.0, -1.0), (2.0, -0.5), (3.0, -0.5), (5.0, -0.3), (20.0, 0.0))
+}
 WEIGHTS: dict[str, Change] = {
     "+100": moved(lambda _, t: t + 100),
     "sign flip × 5": moved(lambda start, t: start - 5 * (t - start)),
@@ -101,6 +150,9 @@ WEIGHTS: dict[str, Change] = {
 }
 LIES: dict[str, Change] = {
     "2⁵³ metrics": with_fields(huge_metrics),
+    "metrics of no model": reporting(lambda row, _: [{"n": 1, "loss": 1.0}]),
+    "metrics of a part that there is not": reporting(lambda row, _: [{**row, "part": "validation2"}]),
+    "metrics of a personal model": reporting(lambda row, _: [{**row, "model": "personal"}]),
     "NaN predictions": predicting(not_a_number),
     "2,000,000 rows": predicting(two_million_rows),
 }
@@ -242,29 +294,30 @@ def test_an_outlier_is_named_everywhere(five: Path, tmp_path: Path) -> None:
 
 
 def test_a_billion_images_do_not_buy_the_model(five: Path, tmp_path: Path) -> None:
-    """Its weights are left out. Under a plain mean no weight of the final model is farther than 0.001 from its own."""
+    """Its weights are left out. Under a plain mean, were its number registered, no weight of the final model would be
+    farther than 0.001 from its own."""
     played = federation(five, "billion", a_billion_images)
     assert math.isfinite(played.run(wanted(), tmp_path / "default").headline.scores.value("accuracy"))
     assert played.outliers() == {HOSTILE: 4}
     assert played.troubled() <= {HOSTILE}, "it has not the images that it has registered"
     played = federation(five, "billion, mean", a_billion_images)
-    played.run(wanted(aggregate="mean"), tmp_path / "mean")
+    played.run(wanted(aggregate="mean"), tmp_path / "mean", most_images=REGISTERED)
     model = saved(tmp_path / "mean")["model"]
     assert max(float((t - 0.123).abs().max()) for t in model.values()) < 1e-3
 
 
-def test_a_site_that_lies_about_its_images_has_at_most_half_the_weight(five: Path, tmp_path: Path) -> None:
-    """With honest weights it is no outlier, but no more than all the others together."""
+REGISTERED = {HOSTILE: 2 * BILLION}
+"""A coordinator who believed the hostile site."""
 
-    def lie(_: messages.Message, reply: messages.Message) -> messages.Message:
-        if "card" in reply.fields:
-            return messages.Message({**reply.fields, "card": {**reply.fields["card"], "train": BILLION}}, {})
-        return messages.Message(
-            {**reply.fields, **({"examples": BILLION} if "examples" in reply.fields else {})}, reply.tensors
-        )
 
+@pytest.mark.parametrize(("registered", "share"), [({}, 1 / 9), (REGISTERED, 1 / 2)])
+def test_a_site_that_lies_about_its_images_has_little_weight(
+    registered: Mapping[SiteId, int], share: float, five: Path, tmp_path: Path
+) -> None:
+    """With honest weights it is no outlier. It counts as half of another site, and if its number is registered as no
+    more than all the others together."""
     sent: dict[SiteId, Bundle] = {}
-    played = federation(five, "half", lie)
+    played = federation(five, f"half {share}", claiming(BILLION))
 
     def answer(site: SiteId, data: bytes) -> bytes | Failure:
         reply = played.answer(site, data)
@@ -274,11 +327,33 @@ def test_a_site_that_lies_about_its_images_has_at_most_half_the_weight(five: Pat
         return reply
 
     found = recipe(rounds=1, training={"batch": 4, "optimiser": {"lr": 0.2}})
-    run_deployed(found, RemoteExecution(MockEngine(answer), "mock"), SITES, tmp_path)
+    run_deployed(found, RemoteExecution(MockEngine(answer), "mock", most_images=registered), SITES, tmp_path)
     model = saved(tmp_path)["model"]
     for name, mean in model.items():
         others = torch.stack([sent[site]["model"][name] for site in SITES if site != HOSTILE]).mean(0)
-        assert torch.allclose(mean, (others + sent[HOSTILE]["model"][name]) / 2, atol=1e-6)
+        assert torch.allclose(mean, torch.lerp(others, sent[HOSTILE]["model"][name], share), atol=1e-6)
+
+
+def test_a_site_that_claims_far_more_images_than_others_is_named_from_the_start(five: Path, tmp_path: Path) -> None:
+    """On the terminal, in the status, the result and the report, with what to do; nobody is once it is registered."""
+    played = federation(five, "doubted", claiming(BILLION))
+    found = played.run(recipe(rounds=1), tmp_path / "run")
+    ((event, info),) = [(event, info) for event, info in played.said if event == "doubted"]
+    assert played.said.index((event, info)) < [name for name, _ in played.said].index("round")
+    assert info["site"] == HOSTILE
+    assert info["why"].startswith("claims 1,000,000,000 training images")
+    assert "under images in server.yaml" in info["why"]
+    assert found.doubted == {HOSTILE: info["why"]}
+    board = ServerStatus(ServerConfig(federation="f", host="127.0.0.1", port=9443, sites={}), [])
+    board.record_event(event, info)
+    assert board.doubted == found.doubted
+    terminal = io.StringIO()
+    Display(Console(file=terminal, width=200)).on_event(event, info)
+    assert f"{HOSTILE} claims 1,000,000,000 training images" in terminal.getvalue()
+    report([tmp_path / "run"], tmp_path / "report.html")
+    assert "claims 1,000,000,000 training images" in (tmp_path / "report.html").read_text()
+    known = federation(five, "believed", claiming(BILLION))
+    assert not known.run(recipe(rounds=1), tmp_path / "known", most_images=REGISTERED).doubted
 
 
 def test_a_site_with_more_images_than_registered_takes_no_part(five: Path, tmp_path: Path) -> None:
@@ -302,21 +377,42 @@ def test_lies_beside_the_weights_are_refused_and_the_run_ends(lie: str, five: Pa
     assert set(found.sites) >= set(SITES) - {HOSTILE}
 
 
+STOPPING: dict[str, Any] = {
+    "early_stop": {"patience": 2},
+    "rounds": 6,
+    "quorum": 4,
+    "training": {"batch": 4, "optimiser": {"lr": 0.02}},
+}
+RISING = reporting(lambda row, round: [{**row, "loss": 3.0 * round}])
+
+
 def test_one_site_cannot_stop_a_run_early(five: Path, tmp_path: Path) -> None:
     """It reports ever rising losses; the median of the sites still falls, so the run goes on."""
-    rounds = 6
+    played, stopped = federation(five, "pessimist", RISING), federation(five, "pessimist, mean", RISING)
+    assert played.run(recipe(**STOPPING), tmp_path / "default").rounds == 6
+    assert stopped.run(recipe(**STOPPING, aggregate="mean"), tmp_path / "mean").rounds < 6
 
-    def pessimist(reply: messages.Message) -> Mapping[str, Any]:
-        rising = 3.0 * reply.fields["round"] if "report" in reply.fields else 0.0
-        return {"report": [{**row, "loss": rising} for row in reply.fields["report"]]} if rising else {}
 
-    settings: dict[str, Any] = {"early_stop": {"patience": 2}, "rounds": rounds, "aggregate": "norm_bound"}
-    played = federation(five, "pessimist", with_fields(pessimist))
-    stopped = federation(five, "pessimist, mean", with_fields(pessimist))
-    training = {"batch": 4, "optimiser": {"lr": 0.02}}
-    assert played.run(recipe(**{**settings, "training": training}), tmp_path / "default").rounds == rounds
-    plain = {**settings, "aggregate": "mean", "training": training}
-    assert stopped.run(recipe(**plain), tmp_path / "mean").rounds < rounds
+@pytest.mark.parametrize("models", [["personal"], [f"m{number}" for number in range(20)], ["global", "global"]])
+def test_one_site_cannot_stop_a_run_early_by_rows_of_other_models(
+    models: list[str], five: Path, tmp_path: Path
+) -> None:
+    """A personal model would count instead of all others, twenty models as twenty sites."""
+    change = reporting(lambda row, round: [{**row, "model": name, "loss": 3.0 * round} for name in models])
+    played = federation(five, f"models {models}", change)
+    assert played.run(recipe(**STOPPING), tmp_path).rounds == 6
+    assert played.troubled() == {HOSTILE}
+
+
+def test_a_site_that_asks_for_a_billion_sites_takes_no_part(five: Path, tmp_path: Path) -> None:
+    """It is named, and a quorum decides: without one the run needs all sites."""
+    played = federation(five, "least", asking_for(BILLION))
+    found = played.run(wanted(quorum=4), tmp_path / "quorum")
+    assert found.rounds == 4
+    assert found.absent.keys() == played.troubled() == {HOSTILE}
+    assert "takes part only with 1000000000 sites or more" in found.absent[HOSTILE]
+    with pytest.raises(RoundFailed, match=r"4 of 5 sites enrolled, 5 are needed \(dune: refused: it takes part only"):
+        federation(five, "least, all", asking_for(BILLION)).run(wanted(), tmp_path / "all")
 
 
 def test_a_card_of_a_billion_images_costs_no_memory() -> None:
@@ -349,6 +445,21 @@ def honest_auc(summary: RunSummary) -> float:
     return sum(part.value("auc") * part.n for part in scores) / sum(part.n for part in scores)
 
 
+def learned(
+    folder: Path, change: Change | None = None, gone: bool = False, **settings: Any
+) -> tuple[float, Federation]:
+    """Train with riverside as the hostile site; return the others' AUC and the federation."""
+    folder.mkdir()
+    handlers = {
+        site: ApprovingHandler(
+            SiteConfig.model_validate({"federation": "f", "site": site, "folder": folder / site, "allow": EVERYTHING})
+        )
+        for site in HOSPITALS
+    }
+    found = Federation(handlers, change, gone=gone, hostile="riverside")
+    return honest_auc(found.run(Recipe.from_values({**LEARNING, **settings}), folder / "run", sites=HOSPITALS)), found
+
+
 @pytest.mark.heavy
 def test_with_the_defaults_the_honest_sites_lose_nothing(tmp_path: Path) -> None:
     """Test AUC within 0.02 of the run without the hostile site, which a plain mean misses or does not survive.
@@ -356,25 +467,25 @@ def test_with_the_defaults_the_honest_sites_lose_nothing(tmp_path: Path) -> None
     python -m pytest -m heavy tests/deploy/test_hostile_site.py -k lose_nothing      (about ten minutes on one core)
     """
 
-    def played(name: str, change: Change | None, gone: bool = False, **settings: Any) -> tuple[float, set[SiteId]]:
-        (tmp_path / name).mkdir()
-        handlers = {
-            site: ApprovingHandler(
-                SiteConfig.model_validate(
-                    {"federation": "f", "site": site, "folder": tmp_path / name / site, "allow": EVERYTHING}
-                )
-            )
-            for site in HOSPITALS
-        }
-        found = Federation(handlers, change, gone=gone, hostile="riverside")
-        summary = found.run(Recipe.from_values({**LEARNING, **settings}), tmp_path / name / "run", sites=HOSPITALS)
-        return honest_auc(summary), set(found.outliers())
-
-    reference, _ = played("without", None, gone=True)
+    reference, _ = learned(tmp_path / "without", gone=True)
     assert reference > 0.8, "there is something to lose"
     for number, (name, change) in enumerate({**WEIGHTS, "billion": a_billion_images}.items()):
-        found, outliers = played(f"default {number}", change)
-        assert found > reference - 0.02, name
-        assert outliers == {"riverside"}, name
-    harmed, _ = played("mean", WEIGHTS["× 100"], aggregate="mean")
+        auc, found = learned(tmp_path / str(number), change)
+        assert auc > reference - 0.02, name
+        assert found.outliers().keys() == {"riverside"}, name
+    harmed, _ = learned(tmp_path / "mean", WEIGHTS["× 100"], aggregate="mean")
     assert harmed < reference - 0.1
+
+
+@pytest.mark.heavy
+def test_a_claim_of_a_billion_images_harms_no_honest_site(tmp_path: Path) -> None:
+    """Whatever its distance and direction: the run ends, the site alone is named, and the others keep their AUC.
+
+    python -m pytest -m heavy tests/deploy/test_hostile_site.py -k harms_no_honest_site     (three minutes on one core)
+    """
+    reference, _ = learned(tmp_path / "without", gone=True, rounds=20)
+    for number, (name, change) in enumerate(SIDEWAYS.items()):
+        auc, found = learned(tmp_path / str(number), change, rounds=20)
+        assert auc > reference - 0.02, name
+        assert found.troubled() | found.outliers().keys() <= {"riverside"}, name
+        assert [info["site"] for event, info in found.said if event == "doubted"] == ["riverside"], name

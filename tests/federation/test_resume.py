@@ -13,7 +13,8 @@ from hypothesis import example, given, settings, strategies as st
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.options import Optimiser, Training
 from polyclinic.federation.progress import Outcome, RoundOptions
-from polyclinic.federation.round_log import RoundLog, mean_report
+from polyclinic.federation.robust.rules import Aggregation
+from polyclinic.federation.round_log import RoundLog, mean_report, middle_report
 from polyclinic.federation.rounds import Rounds
 from polyclinic.federation.schedules import EarlyStop, Schedule
 from polyclinic.storage.journal import FolderJournal
@@ -79,3 +80,20 @@ def test_the_mean_report_is_of_personal_models_where_there_are_some() -> None:
     assert mean_report(RoundLog(reports={"a": rows}), "loss") == 1
     assert mean_report(RoundLog(reports={"a": rows[:1]}), "loss") == 9
     assert mean_report(RoundLog(), "loss") is None
+
+
+def test_a_site_with_many_models_counts_once_in_mean_and_median() -> None:
+    """Its value is the mean over its models, or that of its personal one; no other site's rows are left out for it."""
+    logged: dict[str, list[tuple[str, float]]] = {
+        "many": [(f"site-{number}", float(number)) for number in range(20)],
+        "own": [("global", 9.0), ("personal", 1.0)],
+        "plain": [("global", 3.0)],
+    }
+    log = RoundLog(
+        reports={
+            site: [{"model": model, "part": "validation", "n": 4, "loss": loss} for model, loss in rows]
+            for site, rows in logged.items()
+        }
+    )
+    assert mean_report(log, "loss") == pytest.approx((9.5 + 1 + 3) / 3)
+    assert middle_report(log, "loss", Aggregation()) == 3

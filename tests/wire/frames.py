@@ -90,7 +90,9 @@ def honest(site: SiteId = NORTH, round: int = 1) -> Reply:
 
 @cache
 def expected(site: SiteId = NORTH, round: int = 1) -> update_check.ExpectedUpdate:
-    return update_check.ExpectedUpdate(RUN, round, site, start(), start(), examples=REGISTERED[site])
+    return update_check.ExpectedUpdate(
+        RUN, round, site, start(), start(), examples=REGISTERED[site], reports=[("global", "validation")]
+    )
 
 
 def framed(header: bytes, body: bytes, shift: int = 0) -> bytes:

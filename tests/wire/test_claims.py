@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from polyclinic.core.errors import Refused
+from polyclinic.core.types import Part
 from polyclinic.federation import update_check
 from polyclinic.storage import messages
 from tests.wire.frames import RUN, body_of, framed, sealed
@@ -93,6 +94,7 @@ def test_an_honest_message_of_many_tensors_has_room() -> None:
     model = {f"features.denseblock{i}.layer.{'é' * 40}": torch.full((1,), i / 7) for i in range(2000)}
     row = {"model": "global", "part": "validation", "n": 5, "loss": 0.1234567890123456, "accuracy": 0.1234567890123456}
     fields = {**FIELDS, "report": [{**row, "model": f"site {i}"} for i in range(200)]}
-    expected = update_check.ExpectedUpdate(RUN, 1, "north", {"model": model}, {"model": model}, examples=1)
+    reports: list[tuple[str, Part]] = [(f"site {i}", "validation") for i in range(200)]
+    expected = update_check.ExpectedUpdate(RUN, 1, "north", {"model": model}, {"model": model}, reports=reports)
     reply = update_check.check_update(messages.encode(fields, {"model": model}), expected)
     assert reply.drift == 0.0

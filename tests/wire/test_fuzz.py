@@ -75,7 +75,7 @@ def check_update(data: bytes) -> None:
     """
     reply = update_check.check_update(data, expected())
     ALGORITHM.check_update(reply.update)
-    rows = check_report(reply.fields)
+    rows = check_report(reply.fields, expected())
     tensors, like = reply.update.tensors, expected().like
     assert {k: {n: (t.shape, t.dtype) for n, t in group.items()} for k, group in tensors.items()} == {
         k: {n: (t.shape, t.dtype) for n, t in group.items()} for k, group in like.items()

@@ -49,7 +49,7 @@ def test_the_honest_reply_is_accepted() -> None:
     """Otherwise everything below would be refused for nothing."""
     reply = update_check.check_update(honest().frame, expected())
     assert messages.hash_tensors(reply.update.tensors) == messages.hash_tensors(honest().tensors)
-    assert check_report(reply.fields) == honest().fields["report"]
+    assert check_report(reply.fields, expected()) == honest().fields["report"]
     _, journal = played(answer_honestly)
     assert {site: note["outcome"] for site, note in notes(journal).items()} == dict.fromkeys(REGISTERED, "accepted")
     assert len(MALFORMED) >= 24
@@ -58,7 +58,7 @@ def test_the_honest_reply_is_accepted() -> None:
 @pytest.mark.parametrize(("kind", "make"), CASES)
 def test_refused_by_name(kind: str, make: Make) -> None:
     with pytest.raises(Refused) as refusal:
-        check_report(update_check.check_update(make(honest()), expected()).fields)
+        update_check.check_update(make(honest()), expected())
     assert refusal.value.kind == kind
     assert str(refusal.value).isprintable()
     assert len(str(refusal.value)) < 300

@@ -114,6 +114,8 @@ class Display:
             self._finish_round(info)
         elif event == "absent":
             self.print_line(f"  {info['site']} does not take part: {info['kind']}: {info['why']}")
+        elif event == "doubted":
+            self.print_line(f"  {info['site']} {info['why']}")
         elif event == "evaluated":
             self.sites[info["site"]] = MARKS.get(info.get("outcome", ""), "tested")
             if "why" in info:
@@ -225,6 +227,7 @@ def _missing_notes(summary: RunSummary) -> list[str]:
     from polyclinic.reporting.remarks import describe_pooling
 
     notes = [f"without {site}: {why}" for site, why in summary.absent.items()]
+    notes += [f"{site} {why}" for site, why in summary.doubted.items()]
     notes += describe_pooling(summary)
     if lost := summary.cost.lost:
         notes.append(f"{lost} updates of sites were refused or lost; ledger.jsonl says why")

@@ -394,7 +394,7 @@ def _sites_table(found: Status) -> Table:
         counts = map(str, (good, sum(rounds["outcomes"].values()) - good))
         state = there["state"] if found["alive"] else "–"
         table.add_row(*map(Text, [site, state, _format_age(there["seen"]), *counts, *map(_format_megabytes, sizes)]))
-    kinds = ("absent", "last failure", "outlier", "silent")
+    kinds = ("absent", "doubted", "last failure", "outlier", "silent")
     notes = [f"{site} {why}" for kind in kinds for site, why in found.get(kind, {}).items()]
     versions = ((site, there["version"]) for site, there in found["sites"].items() if "version" in there)
     notes += [f"{site} runs polyclinic {version}, this server {polyclinic.__version__}" for site, version in versions]

@@ -29,6 +29,7 @@ from polyclinic.deploy.provisioning.peer_list import peer_keys
 from polyclinic.deploy.site.policy import unnamed_weights
 from polyclinic.federation.engines import Answer, Engine, RemoteExecution
 from polyclinic.federation.mailbox import DividedMessages, Outbox, message_parts
+from polyclinic.federation.robust.rules import MOST_BELIEVED, believe_counts
 from polyclinic.federation.rounds import Watch
 from polyclinic.runs.assemble import assemble, check_round_size, first_weights_digests, make_no_plan
 from polyclinic.runs.experiment import Experiment, run_tracked
@@ -84,7 +85,12 @@ def run_deployed(
     announced = AnnouncedEngine(remote.engine, remote.deadline, read_peers)
     listed = read_peers()
     keys = None if listed is None else peer_keys(listed)
-    remote = replace(remote, engine=announced, absent=absent, peers=keys)
+    told = {site: card.train for site, card in profiles.items()}
+    believed = believe_counts(told, remote.most_images)
+    doubted = {site: describe_doubt(told[site], most) for site, most in believed.items() if most < told[site]}
+    for site, why in doubted.items():
+        watch("doubted", {"site": site, "why": why})
+    remote = replace(remote, engine=announced, absent=absent, peers=keys, believed=believed, doubted=doubted)
     experiment = Experiment(recipe, folder, data, watch, RemoteSites.from_profiles(profiles), remote)
     announced.announcement = begin = _begin_fields(experiment)
     if listed is not None and keys is not None:
@@ -95,6 +101,14 @@ def run_deployed(
     result = run_tracked(experiment)
     announced.end_run()
     return result
+
+
+def describe_doubt(claimed: int, believed: int) -> str:
+    """Return what to tell the coordinator of a site's unregistered number of training images."""
+    return (
+        f"claims {claimed:,} training images, more than {MOST_BELIEVED} times the other sites' median, and counts as "
+        f"one of {believed:,}; register its number of all images under images in server.yaml, if it is true"
+    )
 
 
 def check_servable(recipe: Recipe, sites: Sequence[SiteId], folder: Path) -> None:
@@ -170,6 +184,7 @@ def enrol_sites(
         elif site in missing:
             enrolment.exclude_site(site, Failure("dead", missing[site]))
     enrolment.enrol_all([site for site in sites if site not in enrolment.absent])
+    enrolment.exclude_sites_that_want_more(len(kept or sites))
     for site in enrolment.profiles:
         if site in kept and kept[site] != enrolment.profiles[site]:
             raise StoreError(
@@ -185,27 +200,8 @@ def enrol_sites(
             f"{len(enrolment.profiles)} of {len(kept or sites)} sites enrolled, {needed} are needed ({why}); mend "
             "that, or set quorum"
         )
-    try:
-        check_least_sites(recipe, enrolment.least_sites, len(kept or sites))
-    except RecipeError as error:
-        enrolment.report_dropped_run(str(error))
-        raise
     taking = kept or enrolment.profiles  # a site that is only late may still join a round
     return taking, {site: why for site, why in absent.items() if site not in taking}
-
-
-def check_least_sites(recipe: Recipe, asked: Mapping[SiteId, int], sites: int) -> None:
-    """Raise `RecipeError` if a round could count with fewer sites than one of them asks for: it would then refuse the
-    next round, and all further ones."""
-    played = min(recipe.quorum or sites, recipe.cohort or sites)
-    for site, least in asked.items():
-        if least > played:
-            keys = " and ".join(key for key in ("quorum", "cohort") if (getattr(recipe, key) or sites) < least)
-            remedy = f"raise {keys} to {least}" if keys and least <= sites else "more sites are needed"
-            raise RecipeError(
-                f"{site} takes part only with {least} sites or more (allow.least_sites in its site.yaml), and a round "
-                f"of this recipe may have {played}; {remedy}, or it can lower that"
-            )
 
 
 @dataclass
@@ -245,6 +241,21 @@ class Enrolment:
         self.profiles = {site: profiles[site] for site in sites if site in profiles and site not in odd}
         for site, why in odd.items():
             self._explain_misfit(site)
+            self.exclude_site(site, Failure("refused", why))
+
+    def exclude_sites_that_want_more(self, sites: int) -> None:
+        """Exclude the sites that ask for more sites in a round than one of this recipe may count with: they would
+        refuse the next round, and all further ones. `sites`: the number of the federation's sites."""
+        played = min(self.recipe.quorum or sites, self.recipe.cohort or sites)
+        for site in [site for site in self.profiles if self.least_sites[site] > played]:
+            least = self.least_sites[site]
+            keys = " and ".join(key for key in ("quorum", "cohort") if (getattr(self.recipe, key) or sites) < least)
+            remedy = f"raise {keys} to {least}" if keys and least <= sites else "more sites are needed"
+            why = (
+                f"it takes part only with {least} sites or more (allow.least_sites in its site.yaml), and a round of "
+                f"this recipe may have {played}; {remedy}, or it can lower that"
+            )
+            del self.profiles[site]
             self.exclude_site(site, Failure("refused", why))
 
     def exclude_site(self, site: SiteId, failure: Failure) -> None:

@@ -103,6 +103,8 @@ class ServerStatus:
         """What a person should know before it is too late, as `Upkeep` finds it."""
         self.notifier = Notifier(config.notify)
         self.absent: dict[SiteId, str] = {}
+        self.doubted: dict[SiteId, str] = {}
+        """A sentence about each site that counts as fewer images than it claims."""
         self.last_failures: dict[SiteId, str] = {}
         self.outliers: dict[SiteId, str] = {}
         """The last sentence about each site whose update was far from the others'."""
@@ -130,7 +132,7 @@ class ServerStatus:
 
     def begin_run(self, recipe: str, rounds: int, folder: Path) -> None:
         """A run begins, whose folder gets a copy of the status from now on."""
-        self.absent, self.last_failures = {}, {}
+        self.absent, self.doubted, self.last_failures = {}, {}, {}
         self.folders[1:] = [folder]
         self.facts = {"state": WAITING, "recipe": recipe, "rounds": rounds, "folder": str(folder.resolve())}
 
@@ -156,6 +158,9 @@ class ServerStatus:
         elif event == "absent":
             self.log.warning("%s did not enrol: %s: %s", info["site"], info["kind"], info["why"])
             self.absent[info["site"]] = f"{info['kind']}: {info['why']}"
+        elif event == "doubted":
+            self.log.warning("%s %s", info["site"], info["why"])
+            self.doubted[info["site"]] = info["why"]
         ended = event == "round done" and (info.get("stopped") or info["round"] == self.facts.get("rounds"))
         if ended or event == "evaluated":
             self.facts["state"] = "evaluating"
@@ -210,6 +215,7 @@ class ServerStatus:
             "written": timestamp(),
             **self.facts,
             **({"absent": self.absent} if self.absent else {}),
+            **({"doubted": self.doubted} if self.doubted else {}),
             **({"last failure": self.last_failures} if self.last_failures else {}),
             **({"silent": self.silent} if self.silent else {}),
             **({"outlier": self.outliers} if self.outliers else {}),

@@ -288,6 +288,8 @@ class RunSummary(SummaryPart):
     released: list[ReleasedKind] = []
     absent: dict[SiteId, str] = {}
     """Sites that took no part, and why."""
+    doubted: dict[SiteId, str] = {}
+    """Sites that count as fewer images than they claim, and why."""
     pooled_from: PooledFrom = "predictions"
     """Whence the figures of all sites together come."""
     withheld: dict[SiteId, str] = {}

@@ -128,6 +128,7 @@ def _trim_summary(run: RunSummary) -> RunSummary:
             "engine": None,
             "released": [],
             "absent": {},
+            "doubted": {},
         }
     )
 

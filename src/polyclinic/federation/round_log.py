@@ -52,25 +52,31 @@ def mean_report(log: RoundLog, metric: str, rule: Aggregation = PLAIN_MEAN) -> f
     """Return the mean of a metric over the sites' validation parts, weighted by their size: of personal models where
     there are some; None if no site reported it. Outliers of the round are left out, and one site's weight is bounded,
     as in the mean of updates."""
-    rows = _reported_rows(log, metric)
-    weights = [float(r["n"]) for r in rows]
-    if rule.name != "mean" and len(rows) >= FEWEST:
+    found = _values_by_site(log, metric)
+    weights = [float(images) for _, images in found]
+    if rule.name != "mean" and len(found) >= FEWEST:
         weights = cap_weights(weights, rule.most_share)
     total = sum(weights)
-    return sum(r[metric] * weight for r, weight in zip(rows, weights, strict=True)) / total if total else None
+    return sum(value * weight for (value, _), weight in zip(found, weights, strict=True)) / total if total else None
 
 
 def middle_report(log: RoundLog, metric: str, rule: Aggregation = PLAIN_MEAN) -> float | None:
     """Return the median of a metric over three or more sites, which no single one of them can move far; None with fewer
     sites, or where nothing is bounded."""
-    values = [float(r[metric]) for r in _reported_rows(log, metric)]
+    values = [value for value, _ in _values_by_site(log, metric)]
     return statistics.median(values) if rule.name != "mean" and len(values) >= FEWEST else None
 
 
-def _reported_rows(log: RoundLog, metric: str) -> list[ReportRow]:
-    trusted = [rows for site, rows in log.reports.items() if log.sites.get(site, SiteOutcome()).outlier is None]
-    reported = [r for rows in trusted for r in rows if r.get(metric) is not None]
-    return [r for r in reported if r["model"] == "personal"] or reported
+def _values_by_site(log: RoundLog, metric: str) -> list[tuple[float, int]]:
+    """Return one value and its number of images for each site that is no outlier and reported the metric: of its
+    personal model if it has one, else the mean over its models."""
+    found = []
+    for site, rows in log.reports.items():
+        own = [r for r in rows if r["model"] == "personal"] or rows
+        values = [float(r[metric]) for r in own if r.get(metric) is not None]
+        if values and log.sites.get(site, SiteOutcome()).outlier is None:
+            found.append((statistics.fmean(values), max(int(r["n"]) for r in own)))
+    return found
 
 
 def outlier_streaks(rows: Iterable[LedgerRow], last: int) -> dict[SiteId, int]:
@@ -105,7 +111,13 @@ def metric_rows(round: int, log: RoundLog, held_out: Mapping[str, float | None] 
 def format_failure(round: int, log: RoundLog, quorum: int) -> str:
     """Return the sentence for a round that missed its quorum."""
     failed = [f"{site}: {found.why}" for site, found in log.sites.items() if found.outcome not in (None, "accepted")]
+    remedy = "correct that and resume, or set a lower quorum"
+    if sum(found.kind == "finite" for found in log.sites.values()) > 1:
+        remedy = (
+            "several sites diverged at once, so the cause is more likely the model that all of them received than any "
+            "of these sites: go back to an earlier round (polyclinic rollback), or lower the learning rate"
+        )
     return (
         f"round {round} had {log.accepted} acceptable updates where the quorum is {max(1, quorum)}, so the state was "
-        f"left unchanged ({'; '.join(failed[:3])}); correct that and resume, or set a lower quorum"
+        f"left unchanged ({'; '.join(failed[:3])}); {remedy}"
     )

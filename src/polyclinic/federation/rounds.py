@@ -39,6 +39,7 @@ from polyclinic.federation.engines import Answer, Engine
 from polyclinic.federation.mailbox import Outbox, in_site_order
 from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.federation.progress import Outcome, Progress, RoundOptions, advance_progress
+from polyclinic.federation.robust.rules import MOST_REACH
 from polyclinic.federation.robust.screen import Outlier, UpdateScreen
 from polyclinic.federation.round_log import (
     RoundLog,
@@ -85,6 +86,8 @@ class _RoundExchange:
     state: Bundle
     outbox: Outbox
     log: RoundLog
+    parts: Sequence[Part] = ()
+    """The parts of their images that the sites are to report on."""
     layouts: dict[str, tuple[Bundle, int]] = field(default_factory=dict)
     """By cluster: the names, shapes and dtypes of an update as it is sent, and its size in bytes."""
 
@@ -123,13 +126,16 @@ class Rounds:
         budget: PrivacyBudget | None = None,
         server_trainer: Callable[[Bundle, Site], Bundle] | None = None,
         peers: PeerKeys | None = None,
+        believed: Mapping[SiteId, int] | None = None,
     ) -> None:
-        """`peers`: the sites' public keys, with which the signatures of masked rounds are checked."""
-        self.peers = peers
+        """`peers`: the sites' public keys, with which the signatures of masked rounds are checked. `believed`: as how
+        many images each site counts whose number nobody has registered."""
+        self.peers, self.believed = peers, believed or {}
         self.federation, self.algorithm, self.engine = federation, algorithm, engine
         self.rules, self.journal, self.watch, self.evaluate_held_out = rules, journal, watch, evaluate_held_out
         self.transforms, self.budget, self.server_trainer = tuple(transforms), budget, server_trainer
-        self.screen = UpdateScreen(rules.aggregate, algorithm, rules.update_memory)
+        most_reach = {site: MOST_REACH * (n == federation.sites[site]) for site, n in self.believed.items()}
+        self.screen = UpdateScreen(rules.aggregate, algorithm, rules.update_memory, most_reach)
         self.mask = next((stage for stage in transforms if isinstance(stage, Mask)), None)
         self.trainers = [POOLED] if algorithm.pooled else [s for s in federation.sites if s != POOLED]
 
@@ -244,7 +250,7 @@ class Rounds:
     ) -> Iterator[Update]:
         """Send the round's messages and yield accepted updates by cluster and site; `log` gets an entry per site."""
         exchange = _RoundExchange(
-            round, state, self.prepare_outbox("train", round, state, cohort, parts, progress), log
+            round, state, self.prepare_outbox("train", round, state, cohort, parts, progress), log, parts
         )
         if self.mask is not None:
             yield self._receive_sum(exchange, self.mask, cohort, parts, progress)
@@ -304,7 +310,8 @@ class Rounds:
         log.reports[site] = accepted.report
         if accepted.fields.get("keeps_memory") is True:
             log.sites_with_memory.add(site)
-        return accepted.update
+        most = self.believed.get(site, accepted.update.examples)
+        return replace(accepted.update, examples=min(accepted.update.examples, most))
 
     def prepare_outbox(
         self,
@@ -355,10 +362,16 @@ class Rounds:
             received=received,
             like=exchange.layouts[cluster][0],
             optional=frozenset(exchange.kind for exchange in exchanges if exchange.optional),
-            examples=self.federation.sites[site],
+            examples=self._most_examples(site),
             held=self.federation.held.get(site, {}),
+            reports=[(model, part) for part in exchange.parts for model in self.algorithm.models(received, None)],
             max_norm=self.rules.max_norm,
         )
+
+    def _most_examples(self, site: SiteId) -> int:
+        """Return the most examples that a reply may claim: behind masks no weight can be lowered afterwards."""
+        told = self.federation.sites[site]
+        return told if self.mask is None else min(told, self.believed.get(site, told))
 
     def collect_predictions(
         self, outcome: Outcome, parts: list[Part], extra_tensors: Bundle | None = None

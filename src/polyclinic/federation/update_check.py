@@ -49,6 +49,8 @@ class ExpectedUpdate:
     """The number of examples that the site registered: it may never claim more."""
     held: Mapping[Part, int] = field(default_factory=dict)
     """By part: the images that the site registered, where known; it may report on no more."""
+    reports: Sequence[tuple[str, Part]] = ()
+    """The models and parts that it was asked to report on; it may report on no others."""
     max_norm: float = 1e6
 
     @cached_property
@@ -88,7 +90,7 @@ def check_update(
     drift = check_values(tensors, expected)
     update = Update(tensors, fields["examples"], expected.site, read_scalars(fields))
     algorithm_check(update)
-    return CheckedUpdate(update, fields, drift, check_report(fields, expected.held))
+    return CheckedUpdate(update, fields, drift, check_report(fields, expected))
 
 
 def check_masked_reply(reply: bytes | Message, expected: ExpectedUpdate) -> tuple[Message, list[ReportRow]]:
@@ -96,7 +98,7 @@ def check_masked_reply(reply: bytes | Message, expected: ExpectedUpdate) -> tupl
     message = _open_reply(reply, expected)
     if read_scalars(message.fields):
         raise Refused("scalars", "numbers of a single site came with a masked update")
-    return message, check_report(message.fields, expected.held)
+    return message, check_report(message.fields, expected)
 
 
 def _open_reply(reply: bytes | Message, expected: ExpectedUpdate) -> Message:
@@ -179,38 +181,38 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST_NUMBER <= value <= LARGEST_NUMBER
 
 
-def check_report(fields: ReplyFields, held: Mapping[Part, int] | None = None) -> list[ReportRow]:
-    """Return a site's metrics, checked to be rows of possible values, one per model and part: they steer the schedule
-    and early stopping.
+def check_report(fields: ReplyFields, expected: ExpectedUpdate) -> list[ReportRow]:
+    """Return a site's metrics, checked to be rows of possible values, at most one for each model and part that it was
+    asked about: they steer the schedule and early stopping.
 
     Args:
         fields: The fields of its reply.
-        held: By part: the images that the site registered, where known.
+        expected: What it was asked about, and how many images it registered.
     """
     report = fields.get("report", [])
     if not isinstance(report, list) or not all(isinstance(row, dict) for row in report):
         raise Refused("report", "the report is not a list of rows")
+    due = list(expected.reports)
     for row in report:
+        about = row.get("model"), row.get("part")
+        if about not in due:
+            which = f"the model {format_untrusted(about[0])} on {format_untrusted(about[1])} images"
+            raise Refused("report", f"a row is about {which}, which was not asked for, or not twice")
+        due.remove(about)
         if type(row.get("n")) is not int or not 0 <= row["n"] <= LARGEST_COUNT:
             raise Refused("report", "a row of the report has no count")
-        most = next((count for part, count in (held or {}).items() if part == row.get("part")), LARGEST_COUNT)
+        most = next((count for part, count in expected.held.items() if part == row["part"]), LARGEST_COUNT)
         if row["n"] > most:
-            raise Refused(
-                "report", f"it reports on {row['n']} {row.get('part')!r:.20} images where {most} are registered"
-            )
+            raise Refused("report", f"it reports on {row['n']} {row['part']!r} images where {most} are registered")
         for name, value in row.items():
-            if not _is_cell(name, value):
+            if name not in ("model", "part", "n") and not _is_metric(name, value):
                 raise Refused("report", f"{name[:40]!r} is not a metric with a possible value")
-    if len({(row.get("model"), row.get("part")) for row in report}) < len(report):
-        raise Refused("report", "two rows of the report are about the same model and part")
     return report
 
 
-def _is_cell(name: str, value: object) -> bool:
+def _is_metric(name: str, value: object) -> bool:
     """Whether this may be in a row, which is stored beside the round and the site and must not overwrite them."""
-    if name in ("model", "part"):
-        return isinstance(value, str) and len(value) <= 200 and value.isprintable()
-    return name == "n" or (name in METRICS and (value is None or (is_number(value) and is_possible(name, value))))
+    return name in METRICS and (value is None or (is_number(value) and is_possible(name, value)))
 
 
 def split_predictions(

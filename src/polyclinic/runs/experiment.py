@@ -193,6 +193,7 @@ class Experiment:
                 "engine": EngineUsed(name=choice.name, reason=choice.why),
                 "finish": StudentTraining.model_validate(refined, from_attributes=True) if refined else None,
                 "absent": dict(self.remote.absent) if self.remote else {},
+                "doubted": dict(self.remote.doubted) if self.remote else {},
                 "withheld": dict(final.withheld),
                 "released": released,
                 "privacy": summarise_privacy(budget, outcome.budget_exhausted, journal.rows) if budget else None,
@@ -223,6 +224,7 @@ class Experiment:
             budget,
             self.server_trainer,
             None if self.remote is None else self.remote.peers,
+            {} if self.remote is None else self.remote.believed,
         )
 
     def _train_student(self, state: Bundle) -> RefinementResult | None:

@@ -32,5 +32,9 @@ class RemoteExecution:
     """Sites that were asked and take no part, and why."""
     most_images: Mapping[SiteId, int] = field(default_factory=dict)
     """By site, where the coordinator has registered it: the most images of all parts together."""
+    believed: Mapping[SiteId, int] = field(default_factory=dict)
+    """By every other site: as how many training images it counts …"""
+    doubted: Mapping[SiteId, str] = field(default_factory=dict)
+    """… and a sentence about each that counts as fewer than it claims."""
     peers: PeerKeys | None = None
     """The sites' public keys, with which the server checks what they sign in masked rounds."""

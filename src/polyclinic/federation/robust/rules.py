@@ -16,7 +16,7 @@ they take away.
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -24,7 +24,7 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from polyclinic.core import PositiveShare, RecipeError
+from polyclinic.core import PositiveShare, RecipeError, SiteId
 
 CENTRES = ("trimmed_mean", "median", "krum")
 """Rules that replace every update of a cohort by one."""
@@ -38,8 +38,14 @@ USED_OPTIONS: Mapping[str, tuple[str, ...]] = {
 """The options that have an effect, by rule."""
 FEWEST = 3
 """Sites of a cohort without which nobody can say who is the outlier: then the rule is `mean`."""
+MOST_BELIEVED = 3
+"""A number of images that nobody has registered is believed up to so many times the median of the other sites'."""
 MOST_ALLOWANCE = 2.5
 """A site with more local steps than the median site may move as many times as far, up to this."""
+
+
+MOST_REACH = 1.5
+"""An unregistered site's weight times its distance, in multiples of the medians, beyond which it counts as no more."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,24 @@ def median_length(lengths: Sequence[float]) -> float:
     return statistics.median(lengths)
 
 
+def believe_counts(told: Mapping[SiteId, int], registered: Collection[SiteId] = ()) -> dict[SiteId, int]:
+    """Return as how many images each site counts that only its own word stands for.
+
+    Args:
+        told: By site: the training images that it claims.
+        registered: The sites whose number of images is known otherwise; they are not in the result.
+
+    Returns:
+        Its claim up to `MOST_BELIEVED` times the median of the other sites'; for a higher claim half of that median.
+    """
+    found: dict[SiteId, int] = {}
+    for site in told.keys() - registered:
+        others = [count for other, count in told.items() if other != site]
+        usual = statistics.median(others) if others else told[site]
+        found[site] = told[site] if told[site] <= MOST_BELIEVED * usual else math.ceil(usual / 2)
+    return found
+
+
 def step_allowances(steps: Sequence[float]) -> list[float]:
     """Return by how much farther than the median each site may move because it takes more local steps."""
     middle = statistics.median(steps)
@@ -108,6 +132,24 @@ def check_site_count(rule: Aggregation, sites: int) -> None:
             f"aggregate: {rule.name} needs {fewest} sites or more in every round{against}, and a round of this recipe "
             f"may have {sites}; have more sites (or a larger quorum or cohort), or set aggregate: norm_bound"
         )
+
+
+def bound_reach(weights: Sequence[float], ratios: Sequence[float], most: Sequence[float]) -> list[float]:
+    """Return the weights; those above the median are lowered where weight times distance, in multiples of the medians,
+    is beyond `most`. Such a site then moves the mean no farther than the median site.
+
+    Args:
+        weights: The weight of each site in the mean.
+        ratios: Its distance, as a multiple of the median distance.
+        most: The largest product that it may have: infinite if its weight is known, 0 to lower it in any case.
+    """
+    middle = statistics.median(weights)
+    return [
+        weight
+        if weight <= middle * max(min(limit, 1.0), limit / max(ratio, 1.0))
+        else min(weight, middle / max(1.0, ratio))
+        for weight, ratio, limit in zip(weights, ratios, most, strict=True)
+    ]
 
 
 def trim_count(rule: Aggregation, sites: int) -> int:

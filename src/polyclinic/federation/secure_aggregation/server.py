@@ -255,12 +255,13 @@ class MaskedRound:
             return None
         signatures: dict[SiteId, str] = {}
         accepted: dict[SiteId, tuple[Message, list[Any]]] = {}
+        outbox = self.prepare("train", sites=closed)
         for site in closed:
             message = self.transcript.read_reply(place, site)
             if message is None:
                 return None
             signatures[site] = str(read_masks(message.fields).get("signature"))
-            accepted[site] = message, list(check_report(message.fields))
+            accepted[site] = message, list(check_report(message.fields, self._expect(site, outbox.take(site))))
         words: dict[str, Words] = {}
         add_up(words, total)
         return words, signatures, accepted

@@ -162,6 +162,8 @@ def _describe_events(method: Method, run: Run, single: bool) -> Iterator[str]:
     name = "" if single and len(method.runs) == 1 else f"{_run_label(method, run)}: "
     for site, why in run.summary.absent.items():
         yield f"{name}{site} took no part: {why}."
+    for site, why in run.summary.doubted.items():
+        yield f"{name}{site} {why}."
     for site, why in run.summary.withheld.items():
         yield f"{name}{site} told no scores of the final model: {why}."
     if failed := events["failed round"]:
