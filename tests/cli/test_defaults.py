@@ -13,7 +13,7 @@ from polyclinic.analysis.attack.gradient_inversion import Search
 from polyclinic.analysis.features import FeatureOptions
 from polyclinic.analysis.privacy_audit import audit_recipe
 from polyclinic.analysis.saliency import SaliencyOptions
-from polyclinic.cli import data, display, inspect as inspecting, privacy, report, run, server
+from polyclinic.cli import data, display, inspect as inspecting, privacy, run, server
 from polyclinic.core.jobs import Failure
 from polyclinic.dashboard import open_board
 from polyclinic.data.findings import Level
@@ -49,8 +49,8 @@ def default(function: Callable[..., Any], name: str) -> Any:
         (inspecting.features_command, "part", FEATURES.part),
         (inspecting.explain_command, "of", SALIENCY.of),
         (inspecting.explain_command, "cases", SALIENCY.cases),
-        (report.board_command, "host", default(BOARD, "host")),
-        (report.board_command, "port", default(BOARD, "port")),
+        (inspecting.board_command, "host", default(BOARD, "host")),
+        (inspecting.board_command, "port", default(BOARD, "port")),
         (data.diagnose_command, "channels", ImageOptions().channels),
     ],
 )
