@@ -6,6 +6,7 @@ Real sites (`SiteMessageHandler`) answer the server; the hostile one changes its
 from __future__ import annotations
 
 import io
+import json
 import math
 import tracemalloc
 from collections.abc import Callable, Mapping
@@ -354,6 +355,30 @@ def test_a_site_that_claims_far_more_images_than_others_is_named_from_the_start(
     assert "claims 1,000,000,000 training images" in (tmp_path / "report.html").read_text()
     known = federation(five, "believed", claiming(BILLION))
     assert not known.run(recipe(rounds=1), tmp_path / "known", most_images=REGISTERED).doubted
+
+
+def test_a_billion_test_images_do_not_buy_the_scores(five: Path, tmp_path: Path) -> None:
+    """Its scores stand by themselves: those of all sites are as they are without it."""
+
+    def boast(order: messages.Message, reply: messages.Message) -> messages.Message:
+        if "card" in reply.fields:
+            return messages.Message({**reply.fields, "card": {**reply.fields["card"], "test": BILLION}}, {})
+        if "scores" not in reply.fields:
+            return reply
+        told = json.loads(json.dumps(reply.fields["scores"]))
+        for parts in told["models"].values():
+            perfect = {name: {"value": 1.0 if name == "accuracy" else None} for name in parts["test"]["metrics"]}
+            parts["test"] = {"n": BILLION, "metrics": perfect, "details": {}}
+        return messages.Message({**reply.fields, "scores": told}, {})
+
+    played = federation(five, "boast", boast)
+    found = played.run(wanted(), tmp_path / "run")
+    assert "1,000,0" in found.doubted[HOSTILE]
+    assert "is left out of the scores of all sites together" in found.doubted[HOSTILE]
+    assert HOSTILE not in found.withheld, "its answer is well-formed"
+    assert found.sites[HOSTILE]["global"]["test"].n == BILLION
+    assert found.headline.scores.n < BILLION
+    assert found.headline.whose == "4 of 5 sites"
 
 
 def test_a_site_with_more_images_than_registered_takes_no_part(five: Path, tmp_path: Path) -> None:

@@ -85,12 +85,18 @@ def run_deployed(
     announced = AnnouncedEngine(remote.engine, remote.deadline, read_peers)
     listed = read_peers()
     keys = None if listed is None else peer_keys(listed)
-    told = {site: card.train for site, card in profiles.items()}
-    believed = believe_counts(told, remote.most_images)
-    doubted = {site: describe_doubt(told[site], most) for site, most in believed.items() if most < told[site]}
+    believed = believe_counts({site: card.train for site, card in profiles.items()}, remote.most_images)
+    scored = {site: card.validation + card.test for site, card in profiles.items()}
+    unscored = [site for site, most in believe_counts(scored, remote.most_images).items() if most < scored[site]]
+    doubted = {
+        site: describe_doubt(profiles[site], believed[site], site in unscored)
+        for site in believed
+        if believed[site] < profiles[site].train or site in unscored
+    }
     for site, why in doubted.items():
         watch("doubted", {"site": site, "why": why})
-    remote = replace(remote, engine=announced, absent=absent, peers=keys, believed=believed, doubted=doubted)
+    remote = replace(remote, engine=announced, absent=absent, peers=keys)
+    remote = replace(remote, believed=believed, doubted=doubted, unscored=unscored)
     experiment = Experiment(recipe, folder, data, watch, RemoteSites.from_profiles(profiles), remote)
     announced.announcement = begin = _begin_fields(experiment)
     if listed is not None and keys is not None:
@@ -103,11 +109,21 @@ def run_deployed(
     return result
 
 
-def describe_doubt(claimed: int, believed: int) -> str:
-    """Return what to tell the coordinator of a site's unregistered number of training images."""
+def describe_doubt(card: SiteProfile, believed: int, unscored: bool) -> str:
+    """Return what to tell the coordinator of a site's unregistered numbers of images.
+
+    `believed`: as how many training images it counts; `unscored`: whether its scores are left out of those of all.
+    """
+    claims = []
+    if believed < card.train:
+        claims.append((f"{card.train:,} training images", f"counts as one of {believed:,} in the mean of updates"))
+    if unscored:
+        images = f"{card.validation + card.test:,} images of validation and test"
+        claims.append((images, "is left out of the scores of all sites together"))
+    images, effects = (" and ".join(words) for words in zip(*claims, strict=True))
     return (
-        f"claims {claimed:,} training images, more than {MOST_BELIEVED} times the other sites' median, and counts as "
-        f"one of {believed:,}; register its number of all images under images in server.yaml, if it is true"
+        f"claims {images}, more than {MOST_BELIEVED} times the other sites' median, and {effects}; register its number "
+        "of all images under images in server.yaml, if it is true"
     )
 
 

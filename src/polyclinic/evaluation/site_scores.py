@@ -88,11 +88,14 @@ def read_final_scores(fields: object, expected: ScoredSite) -> FinalScores:
     return found
 
 
-def merge_final_scores(task: Task, sites: Mapping[SiteId, FinalScores]) -> Assessment:
-    """Return the scores of each site, and what they tell of all sites' images together."""
+def merge_final_scores(
+    task: Task, sites: Mapping[SiteId, FinalScores], left_out: Collection[SiteId] = ()
+) -> Assessment:
+    """Return the scores of each site, and what they tell of all sites' images together, but for those `left_out`."""
     pooled = group_pairs(
         ((model, part), scores)
-        for found in sites.values()
+        for site, found in sites.items()
+        if site not in left_out
         for model, parts in found.models.items()
         for part, scores in parts.items()
     )

@@ -39,7 +39,6 @@ from polyclinic.federation.engines import Answer, Engine
 from polyclinic.federation.mailbox import Outbox, in_site_order
 from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.federation.progress import Outcome, Progress, RoundOptions, advance_progress
-from polyclinic.federation.robust.rules import MOST_REACH
 from polyclinic.federation.robust.screen import Outlier, UpdateScreen
 from polyclinic.federation.round_log import (
     RoundLog,
@@ -134,8 +133,8 @@ class Rounds:
         self.federation, self.algorithm, self.engine = federation, algorithm, engine
         self.rules, self.journal, self.watch, self.evaluate_held_out = rules, journal, watch, evaluate_held_out
         self.transforms, self.budget, self.server_trainer = tuple(transforms), budget, server_trainer
-        most_reach = {site: MOST_REACH * (n == federation.sites[site]) for site, n in self.believed.items()}
-        self.screen = UpdateScreen(rules.aggregate, algorithm, rules.update_memory, most_reach)
+        doubted = [site for site, images in self.believed.items() if images < federation.sites[site]]
+        self.screen = UpdateScreen(rules.aggregate, algorithm, rules.update_memory, doubted)
         self.mask = next((stage for stage in transforms if isinstance(stage, Mask)), None)
         self.trainers = [POOLED] if algorithm.pooled else [s for s in federation.sites if s != POOLED]
 

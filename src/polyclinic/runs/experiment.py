@@ -265,7 +265,8 @@ class Experiment:
             found = assess_predictions(CLASSIFICATION, final.predictions, held_out, resamples, stream)
             return FinalFigures(found, "predictions")
         tested = sum(len(images.test) > 0 for images in self.setup.sites.values())
-        figures = assess_answers(final.answers, tested, self.recipe.evaluate.headline, resamples, stream)
+        wanted, doubted = self.recipe.evaluate.headline, self.remote.unscored
+        figures = assess_answers(final.answers, tested, wanted, resamples, stream, doubted)
         return figures or assess_reports(journal.rows)
 
     def _make_engine(self, resources: contextlib.ExitStack) -> tuple[Engine, EngineChoice]:

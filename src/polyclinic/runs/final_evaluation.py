@@ -8,7 +8,7 @@ are computed of them directly.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -75,6 +75,8 @@ class FinalFigures:
     assessment: Assessment
     pooled_from: PooledFrom
     """Whence the figures of all sites together come."""
+    left_out: int = 0
+    """How many sites' scores are not among them, since nobody believes their numbers of images."""
 
     def choose_headline(self, public: Mapping[str, PartScores], wanted: str | None, sites: int) -> Headline:
         """Return the figures that the run is judged by; without values where all of them stayed at the `sites`."""
@@ -82,8 +84,9 @@ class FinalFigures:
         if self.pooled_from == "nothing" and not (wanted == PUBLIC and public):
             return Headline(model="global", part="test", scores=PartScores(n=0, metrics={}))
         headline = choose_headline(found.merged, public, wanted)
-        if self.pooled_from in ("scores", "reports") and 0 < len(found.sites) < sites:
-            return headline.model_copy(update={"whose": f"{len(found.sites)} of {sites} sites"})
+        counted = len(found.sites) - self.left_out
+        if self.pooled_from in ("scores", "reports") and 0 < counted < sites:
+            return headline.model_copy(update={"whose": f"{counted} of {sites} sites"})
         return headline
 
 
@@ -163,25 +166,32 @@ def _read_predictions(tensors: Tensors, expected: ScoredSite) -> Bundle:
 
 
 def assess_answers(
-    answers: Mapping[SiteId, SiteAnswer], sites: int, wanted: str | None, resamples: int, stream: Stream
+    answers: Mapping[SiteId, SiteAnswer],
+    sites: int,
+    wanted: str | None,
+    resamples: int,
+    stream: Stream,
+    doubted: Collection[SiteId] = (),
 ) -> FinalFigures | None:
     """Return the figures of the final models by site, and of all sites together; None if no site told any.
 
     `sites`: the number of sites that have test images. Only if all of them sent predictions, the figures of all test
-    images together are computed of these, rounded as they are; counts still are the sites' own.
+    images together are computed of these, rounded as they are; counts still are the sites' own. The scores of a site
+    that is `doubted` stand by themselves: nobody believes its number of images, by which they would be weighted.
     """
     told = {site: scores for site, answer in answers.items() if (scores := _known_scores(site, answer, stream))}
-    if not told:
+    left_out = told.keys() & set(doubted)
+    if told.keys() == left_out:
         return None
-    merged = merge_final_scores(CLASSIFICATION, told)
+    merged = merge_final_scores(CLASSIFICATION, told, left_out)
     model = choose_model(merged.merged, "test", wanted)
     sent = [
         CLASSIFICATION.read_predictions(answer.predictions[f"{model}|test"], site)
         for site, answer in answers.items()
         if f"{model}|test" in answer.predictions
     ]
-    if model is None or not sent or len(sent) < sites:
-        return FinalFigures(merged, "scores")
+    if model is None or not sent or left_out or len(sent) < sites:
+        return FinalFigures(merged, "scores", len(left_out))
     own = merged.merged[model]["test"]
     pooled = assess_part(
         CLASSIFICATION, Predictions.merge(sent), "test", resamples, stream.child("merged").child(f"{model}|test")

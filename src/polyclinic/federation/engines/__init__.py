@@ -1,6 +1,6 @@
 """Where site work runs. The round loop knows only `Engine.exchange`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -35,6 +35,8 @@ class RemoteExecution:
     believed: Mapping[SiteId, int] = field(default_factory=dict)
     """By every other site: as how many training images it counts …"""
     doubted: Mapping[SiteId, str] = field(default_factory=dict)
-    """… and a sentence about each that counts as fewer than it claims."""
+    """… a sentence about each whose numbers of images nobody believes …"""
+    unscored: Collection[SiteId] = ()
+    """… and those of them whose scores do not count among the scores of all sites."""
     peers: PeerKeys | None = None
     """The sites' public keys, with which the server checks what they sign in masked rounds."""

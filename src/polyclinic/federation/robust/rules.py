@@ -44,10 +44,6 @@ MOST_ALLOWANCE = 2.5
 """A site with more local steps than the median site may move as many times as far, up to this."""
 
 
-MOST_REACH = 1.5
-"""An unregistered site's weight times its distance, in multiples of the medians, beyond which it counts as no more."""
-
-
 @dataclass(frozen=True)
 class Aggregation:
     """How the updates of a round are combined."""
@@ -132,24 +128,6 @@ def check_site_count(rule: Aggregation, sites: int) -> None:
             f"aggregate: {rule.name} needs {fewest} sites or more in every round{against}, and a round of this recipe "
             f"may have {sites}; have more sites (or a larger quorum or cohort), or set aggregate: norm_bound"
         )
-
-
-def bound_reach(weights: Sequence[float], ratios: Sequence[float], most: Sequence[float]) -> list[float]:
-    """Return the weights; those above the median are lowered where weight times distance, in multiples of the medians,
-    is beyond `most`. Such a site then moves the mean no farther than the median site.
-
-    Args:
-        weights: The weight of each site in the mean.
-        ratios: Its distance, as a multiple of the median distance.
-        most: The largest product that it may have: infinite if its weight is known, 0 to lower it in any case.
-    """
-    middle = statistics.median(weights)
-    return [
-        weight
-        if weight <= middle * max(min(limit, 1.0), limit / max(ratio, 1.0))
-        else min(weight, middle / max(1.0, ratio))
-        for weight, ratio, limit in zip(weights, ratios, most, strict=True)
-    ]
 
 
 def trim_count(rule: Aggregation, sites: int) -> int:

@@ -23,7 +23,6 @@ from polyclinic.federation.robust.rules import (
     CENTRES,
     FEWEST,
     Aggregation,
-    bound_reach,
     cap_weights,
     choose_by_krum,
     median_length,
@@ -72,8 +71,7 @@ class UpdateScreen:
         rule: The recipe's `aggregate`.
         algorithm: The algorithm that averages.
         memory: The bytes of updates kept in memory; further ones are kept on disk.
-        most_reach: By site of whose number of images there is only its word: the largest product of its weight and
-            its distance, in multiples of the medians, at which it has that weight.
+        doubted: Sites that claim more images than anybody believes: they may move no farther than the others.
     """
 
     def __init__(
@@ -81,9 +79,9 @@ class UpdateScreen:
         rule: Aggregation,
         algorithm: Algorithm,
         memory: int = MEMORY,
-        most_reach: Mapping[SiteId, float] | None = None,
+        doubted: Collection[SiteId] = (),
     ) -> None:
-        self.rule, self.algorithm, self.memory, self.most_reach = rule, algorithm, memory, most_reach or {}
+        self.rule, self.algorithm, self.memory, self.doubted = rule, algorithm, memory, doubted
         self.kinds = () if algorithm.pooled else algorithm.averaged_kinds()
         self.streaks: dict[SiteId, int] = {}
         """By site: the rounds running, until now, in which it was an outlier."""
@@ -132,7 +130,7 @@ class UpdateScreen:
         if self.rule.name in CENTRES:
             yield from self._replace_by_centre(store)
         else:
-            yield from self._hand_on(store, outliers, lengths.get("model", ()))
+            yield from self._hand_on(store, outliers)
 
     def _find_outliers(
         self, store: UpdateStore, origin: Bundle, lengths: Mapping[str, Sequence[float]]
@@ -141,7 +139,7 @@ class UpdateScreen:
         directions."""
         sites = [update.site for update in store.updates]
         stretched = step_allowances([self._local_steps(update) for update in store.updates])
-        allowances = [1.0 if s in self.most_reach else most for s, most in zip(sites, stretched, strict=True)]
+        allowances = [1.0 if s in self.doubted else most for s, most in zip(sites, stretched, strict=True)]
         strictness = [0.5 if self.streaks.get(site) else 1.0 for site in sites]
         opposed: set[int] = set()
         ratios: dict[int, float] = {}
@@ -194,17 +192,11 @@ class UpdateScreen:
             for place in range(len(store))
         ]
 
-    def _hand_on(self, store: UpdateStore, outliers: Collection[SiteId], lengths: Sequence[float]) -> Iterator[Update]:
-        """Yield the updates of all but outliers, none with more than its share of the weight. `lengths`: how far each
-        moved the model, if it did."""
-        weights = [self.algorithm.update_weight(replace(update, precision=1.0)) for update in store.updates]
-        bounded, usual = weights, median_length(lengths) if lengths else 0.0
-        if usual:
-            reach = [self.most_reach.get(update.site, math.inf) for update in store.updates]
-            bounded = bound_reach(weights, [own / usual for own in lengths], reach)
-        kept = [place for place, update in enumerate(store.updates) if update.site not in outliers]
-        capped_weights = cap_weights([bounded[place] for place in kept], self.rule.most_share)
-        capped = zip([weights[place] for place in kept], capped_weights, strict=True)
+    def _hand_on(self, store: UpdateStore, outliers: Collection[SiteId]) -> Iterator[Update]:
+        """Yield the updates of all but outliers, none with more than its share of the weight."""
+        kept = [update for update in store.updates if update.site not in outliers]
+        weights = [self.algorithm.update_weight(replace(update, precision=1.0)) for update in kept]
+        capped = zip(weights, cap_weights(weights, self.rule.most_share), strict=True)
         for update in store.take_all():
             if update.site not in outliers:
                 weight, most = next(capped)
