@@ -40,9 +40,9 @@ from polyclinic.deploy.provisioning.provision import (
 )
 from polyclinic.deploy.serve import REVOKED, run_deployed
 from polyclinic.deploy.site.config import SiteConfig
+from polyclinic.deploy.site.keys import SitePeers
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.deploy.site.orders import allow_round
-from polyclinic.deploy.site.peers import SitePeers
 from polyclinic.evaluation.rows import CostRow
 from polyclinic.federation.engines import RemoteExecution
 from polyclinic.federation.mailbox import Outbox

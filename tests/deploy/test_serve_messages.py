@@ -36,7 +36,7 @@ from polyclinic.deploy.recipe_queue import RecipeQueue
 from polyclinic.deploy.serve import run_deployed
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
-from polyclinic.deploy.site.participation import WITHHELD
+from polyclinic.deploy.site.preview import WITHHELD
 from polyclinic.deploy.status import WAITING, ServerStatus
 from polyclinic.federation import rounds
 from polyclinic.federation.engines import RemoteExecution

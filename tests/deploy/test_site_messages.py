@@ -25,8 +25,8 @@ from polyclinic.deploy.processes import serve_site
 from polyclinic.deploy.site.config import SiteConfig, config_warnings
 from polyclinic.deploy.site.images import build_site_profile
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
-from polyclinic.deploy.site.participation import WITHHELD, ReleasePreview
 from polyclinic.deploy.site.policy import recipe_digest
+from polyclinic.deploy.site.preview import WITHHELD, ReleasePreview
 from polyclinic.deploy.site.release_log import ReleaseLog, last_trouble
 from polyclinic.deploy.status import STATUS
 from polyclinic.privacy.accounting import Spend, epsilon
@@ -347,7 +347,7 @@ def test_an_approval_can_be_declined_listed_and_names_the_command_that_works_her
     page.site("approve", name, "--yes", "--by", "Dr. A. Person")
     (row,) = json.loads(page.site("approve", "--json"))
     assert row["digest"] == recipe_digest(found)
-    _, line = page.site("approve").splitlines()
+    line = next(line for line in page.site("approve").splitlines() if row["digest"][:12] in line)
     assert line.split()[-1] == row["digest"][:12]
     assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d ", line), "a whole time"
     assert "…" not in line

@@ -74,8 +74,8 @@ def join(
     from polyclinic.deploy.config import site_command
     from polyclinic.deploy.processes import serve_site
     from polyclinic.deploy.site.config import SiteConfig, config_warnings, with_remedy
+    from polyclinic.deploy.site.keys import check_own_kit
     from polyclinic.deploy.site.message_handler import SiteMessageHandler
-    from polyclinic.deploy.site.peers import check_own_kit
 
     config, begun = SiteConfig.load(site), time.monotonic()
 
@@ -119,8 +119,8 @@ def join(
 
 def _print_releases(handler: SiteMessageHandler, recipe: polyclinic.Recipe, as_json: bool) -> None:
     """Print what a recipe asks for, and the data that it would send from the site, by kind."""
-    from polyclinic.deploy.site.participation import WITHHELD
     from polyclinic.deploy.site.policy import recipe_digest
+    from polyclinic.deploy.site.preview import WITHHELD
     from polyclinic.reporting.privacy_statement import UNITS
 
     rows, mark = handler.preview_releases(recipe), recipe_digest(recipe)
@@ -324,12 +324,11 @@ def _print_approvals(folder: Path, as_json: bool) -> None:
         print_json([approval.model_dump() for approval in known])
         return
     name = Column("recipe", overflow="fold")
-    table = plain_table(name, *(Column(n, no_wrap=True) for n in ("approved", "by", "run", "state", "SHA-256")))
+    table = plain_table(name, *(Column(n, no_wrap=True) for n in ("approved", "by", "its run", "SHA-256")))
     for approval in known:
-        began = "under way" if approval.run else "waits for its run"
-        state = f"ended {_shorten_time(approval.finished)}" if approval.finished else began
-        time, run = _shorten_time(approval.date), approval.run[:SHOWN] or "–"
-        cells = approval.name, time, approval.by, run, state, approval.digest[:SHOWN]
+        run = f"{approval.run[:SHOWN]} goes on" if approval.run else "not begun"
+        run = f"ended {_shorten_time(approval.finished)}" if approval.finished else run
+        cells = approval.name, _shorten_time(approval.date), approval.by, run, approval.digest[:SHOWN]
         table.add_row(*map(Text, cells))
     out.print(table if known else Text("no recipe is approved, so none can run here"))
 

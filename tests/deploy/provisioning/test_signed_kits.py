@@ -20,7 +20,7 @@ from polyclinic.deploy.provisioning.inspect import inspect_kits
 from polyclinic.deploy.provisioning.manifest import check_kit
 from polyclinic.deploy.provisioning.provision import add_site, revoke_site, rotate_all, rotate_server, rotate_site
 from polyclinic.deploy.site.config import SiteConfig
-from polyclinic.deploy.site.peers import check_own_kit
+from polyclinic.deploy.site.keys import check_own_kit
 from tests.deploy.kits import SITES, site_of
 
 OUTSIDERS = r"""

@@ -19,7 +19,6 @@ from polyclinic.core.errors import RecipeError, Refused
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.deploy.site.orders import allow_round
-from polyclinic.deploy.site.participation import WITHHELD
 from polyclinic.deploy.site.policy import (
     Allow,
     check_predicted,
@@ -29,6 +28,7 @@ from polyclinic.deploy.site.policy import (
     recipe_digest,
     write_approvals,
 )
+from polyclinic.deploy.site.preview import WITHHELD
 from polyclinic.deploy.site.release_log import ReleaseLog, RotatingLog
 from polyclinic.deploy.site.scores import read_kept_scores
 from polyclinic.federation.rounds import Rounds

@@ -6,7 +6,6 @@ or data of a patient. `policy.py` decides what may leave.
 """
 
 import contextlib
-import hashlib
 import json
 import logging
 import shutil
@@ -29,7 +28,7 @@ from polyclinic.deploy.cohort import (
 )
 from polyclinic.deploy.site.config import SiteConfig, with_remedy
 from polyclinic.deploy.site.images import build_site_profile, load_own_site
-from polyclinic.deploy.site.keys import SiteKeys, erase_run_key
+from polyclinic.deploy.site.keys import SiteKeys, erase_run_key, load_peers
 from polyclinic.deploy.site.message_checks import (
     check_addressee,
     check_round_fields,
@@ -37,9 +36,16 @@ from polyclinic.deploy.site.message_checks import (
     read_run_id,
     read_terms,
 )
-from polyclinic.deploy.site.orders import Order, OrderBook, RunHistory, RunRules, read_permission
-from polyclinic.deploy.site.participation import Participation, ReleasePreview, RunTerms
-from polyclinic.deploy.site.peers import load_peers
+from polyclinic.deploy.site.orders import (
+    Order,
+    OrderBook,
+    RunHistory,
+    RunRules,
+    read_cached_reply,
+    read_permission,
+    reply_key,
+)
+from polyclinic.deploy.site.participation import Participation, RunTerms
 from polyclinic.deploy.site.policy import (
     bind_approval,
     check_recipe,
@@ -49,6 +55,7 @@ from polyclinic.deploy.site.policy import (
     read_approvals,
     recipe_digest,
 )
+from polyclinic.deploy.site.preview import ReleasePreview, preview_releases
 from polyclinic.deploy.site.release_log import FAILED, LOG, REFUSED, ReleaseLog, RotatingLog, timestamp
 from polyclinic.deploy.site.scores import KeptScores, describe_scores, keep_scores
 from polyclinic.federation.secure_aggregation.agreements import AGREEMENTS, Agreements, MaskedSeeds
@@ -66,7 +73,6 @@ MOST_RUNS = 8
 """The most runs whose data a site keeps, so that a server that never ends one cannot fill the disk."""
 MAX_MESSAGE, MAX_IDLE_MESSAGE = 4 << 30, 16 << 20
 """Bytes of a message from the server: at most, and while there is no run."""
-DIGEST = 64
 log = logging.getLogger(__name__)
 
 
@@ -136,7 +142,7 @@ class SiteMessageHandler:
     def preview_releases(self, recipe: Recipe) -> list[ReleasePreview]:
         """List what would leave this site if the recipe were approved and ran; raises what a run would raise."""
         check_recipe(recipe, self.site, self.config.allow, self.config.budget, approved=None)
-        rows = self._rehearse_run(recipe, self._load_images(recipe)).preview_releases()
+        rows = preview_releases(self._rehearse_run(recipe, self._load_images(recipe)))
         size = len(json.dumps(self.preview_card(recipe)))
         rows.append(ReleasePreview(CARD, "before the run", {}, size, "none; its content stands below"))
         if self.peers is not None:
@@ -245,8 +251,8 @@ class SiteMessageHandler:
         purpose, order = str(fields["purpose"]), Order.from_message(message)
         kept, book = self._run_folder(run) / f"last-{purpose}", self._open_book(part)
         book.check(order, was_away=run not in self._attended)
-        asked = _reply_key(order, fields)
-        former, cohort = _cached_reply(kept, asked), self._check_cohort(run, order.round, fields)
+        asked = reply_key(order, fields)
+        former, cohort = read_cached_reply(kept, asked), self._check_cohort(run, order.round, fields)
         if former is None:
             part.check_order(message)
             self._record_order(book, order, run)
@@ -484,23 +490,6 @@ def _sign_order(cohort: SiteCohort, order: messages.Message, algorithm: Algorith
     """Return this site's statement on what it received."""
     weights, cluster = hash_shared_kinds(algorithm, order.tensors), algorithm.cluster_from_broadcast(order.tensors)
     return cohort.sign_round(int(order.fields["round"]), cluster, weights, order.fields.get(FIELDS, {}))
-
-
-def _reply_key(order: Order, fields: Mapping[str, object]) -> str:
-    """Return a hash of all that a reply depends on: the order, and with whom an update is masked."""
-    if MASKS not in fields:
-        return order.digest
-    return hashlib.sha256(json.dumps([order.digest, fields[MASKS]], sort_keys=True).encode()).hexdigest()
-
-
-def _cached_reply(kept: Path, asked: str) -> bytes | None:
-    """The stored reply, if this message is the last one of its kind again."""
-    with contextlib.suppress(OSError, Refused), open(kept, "rb") as file:
-        if file.read(DIGEST) == asked.encode():
-            reply = file.read()
-            messages.decode(reply)
-            return reply
-    return None
 
 
 def _describe_run(run: str) -> str:

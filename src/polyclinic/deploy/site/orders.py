@@ -5,6 +5,7 @@ makes it forget. A repeated round is the same order, or refused. Going back, or 
 own that a person at the site allows (`polyclinic site allow-round`). What may leave at all, `policy.py` decides.
 """
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -21,11 +22,14 @@ from polyclinic.deploy.cohort import SIGNED, undo_statements
 from polyclinic.deploy.config import site_command
 from polyclinic.deploy.site.policy import Allow
 from polyclinic.federation.secure_aggregation.agreements import AGREEMENTS, Agreements
+from polyclinic.federation.secure_aggregation.cohort import MASKS
 from polyclinic.runs.assemble import given_digest
 from polyclinic.storage import messages
 from polyclinic.storage.files import make_folder, write_json
 
 DAY = timedelta(hours=24)
+DIGEST = 64
+"""Letters of a SHA-256, before a stored reply."""
 BOOK, PERMIT, RUNS = "orders.json", "allowed-round.json", "runs.json"
 MOST_ENROLLED = 100
 
@@ -203,6 +207,23 @@ class OrderBook:
             return _Answered(**{**values, "rounds": rounds})
         except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise StoreError(f"{path} is damaged ({error}); have the run begun anew") from None
+
+
+def reply_key(order: Order, fields: Mapping[str, object]) -> str:
+    """Return a hash of all that a reply depends on: the order, and with whom an update is masked."""
+    if MASKS not in fields:
+        return order.digest
+    return hashlib.sha256(json.dumps([order.digest, fields[MASKS]], sort_keys=True).encode()).hexdigest()
+
+
+def read_cached_reply(kept: Path, asked: str) -> bytes | None:
+    """The stored reply, if this message is the last one of its kind again."""
+    with contextlib.suppress(OSError, Refused), open(kept, "rb") as file:
+        if file.read(DIGEST) == asked.encode():
+            reply = file.read()
+            messages.decode(reply)
+            return reply
+    return None
 
 
 def read_permit(folder: Path) -> dict[str, Any] | None:

@@ -36,7 +36,6 @@ from polyclinic.deploy.site.policy import (
     check_scalars,
     check_sent_kinds,
     check_sites,
-    image_report_kinds,
     images_of_job,
     recipe_digest,
 )
@@ -47,7 +46,6 @@ from polyclinic.federation.engines.local import keep_freed_memory
 from polyclinic.federation.job_loop import JobLoop
 from polyclinic.federation.rounds import draw_cohort
 from polyclinic.federation.secure_aggregation.assembly import SiteIdentity, mask_of
-from polyclinic.federation.secure_aggregation.cohort import MASKS
 from polyclinic.federation.site_limits import read_no_permission
 from polyclinic.federation.site_runner import SiteRunner, drive_jobs
 from polyclinic.federation.update_check import split_predictions
@@ -57,7 +55,6 @@ from polyclinic.runs.assemble import RunSetup, assemble, initial_states, inner_a
 from polyclinic.runs.final_evaluation import SCORES, rounded_bytes
 from polyclinic.runs.networks import device_of, recipe_for_site
 from polyclinic.runs.privacy_plan import bind_plan, noise_secret
-from polyclinic.runs.privacy_record import NOT_MASKED, list_releases
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.storage import messages
 from polyclinic.storage.site_memory import SiteMemory
@@ -95,25 +92,9 @@ class RunTerms:
         return recipe_digest(self.recipe)
 
 
-WITHHELD = "stays here"
 MESSAGE_ALLOWANCE = 256 << 20
 SLACK = 0.998
 """Two machines that solve for the same noise differ by 0.1 % at most (`privacy.accounting.noise_for`)."""
-
-
-@dataclass(frozen=True)
-class ReleasePreview:
-    """One kind of data that would leave the site, for people to review before a run."""
-
-    kind: str
-    when: str
-    shapes: Mapping[str, tuple[int, ...]]
-    bytes: int
-    """Each time; 0 if it depends on the request."""
-    protection: str
-    cluster: str = ""
-    epsilon: float | None = None
-    """Of the whole run; None without a guarantee."""
 
 
 class Participation:
@@ -345,7 +326,7 @@ class Participation:
 
         Raises `Refused` if a kind is not allowed, or the algorithm's tensors are larger than in the agreed recipe.
         """
-        sent = {kind: _count_bytes(group) for kind, group in reply.tensors.items()}
+        sent = {kind: count_bytes(group) for kind, group in reply.tensors.items()}
         fields = reply.fields
         check_predicted(reply.tensors.get(PREDICTIONS, {}), self.site)
         check_scalars(fields.get("scalars", {}), self.scalars, self.site)
@@ -361,7 +342,7 @@ class Participation:
     @cached_property
     def byte_limits(self) -> dict[str, int]:
         """The most bytes of each kind that the algorithm sends in a round."""
-        sizes = [(kind, _count_bytes(group)) for like in self.update_templates.values() for kind, group in like.items()]
+        sizes = [(kind, count_bytes(group)) for like in self.update_templates.values() for kind, group in like.items()]
         return {kind: max(size for other, size in sizes if other == kind) for kind, _ in sizes}
 
     @cached_property
@@ -419,67 +400,6 @@ class Participation:
     def _inner_algorithm(self) -> Algorithm:
         return inner_algorithm(self.setup.algorithm)
 
-    def preview_releases(self) -> list[ReleasePreview]:
-        """List everything that would leave the site."""
-        setup = self.setup
-        words = {
-            row.kind: row.protection for row in list_releases(setup.plan, setup.algorithm.exchanges(), setup.transforms)
-        }
-        cost = setup.plan.epsilon if setup.plan is not None and setup.plan.has_guarantee else None
-        optional = {e.kind for e in setup.algorithm.exchanges() if e.optional}
-        rows = [
-            ReleasePreview(
-                kind,
-                "in some rounds" if kind in optional else "every round",
-                {name: tuple(tensor.shape) for name, tensor in group.items()},
-                _count_bytes(group),
-                words.get(kind, "none"),
-                cluster,
-                cost,
-            )
-            for cluster, like in self.update_templates.items()
-            for kind, group in like.items()
-            if group
-        ]
-        if image_report_kinds(self.recipe):
-            rows.append(ReleasePreview(METRICS, "every evaluated round", {}, 0, words[METRICS], epsilon=cost))
-        if self.mask is not None:
-            why = "keys and encrypted shares, in which nothing depends on images"
-            rows.append(ReleasePreview(MASKS, "every round", {}, 0, why))
-        rows += (
-            ReleasePreview(name, "every round", {}, 0, "one number that the method needs")
-            for name in sorted(self.scalars)
-        )
-        return [*rows, *self._preview_evaluation(cost)]
-
-    def _preview_evaluation(self, cost: float | None) -> Iterator[ReleasePreview]:
-        """List what would leave after the last round: scores of the final models, and predictions if they may."""
-        tests, privacy, allow = len(self.setup.sites[self.site].test), self.recipe.privacy, self.config.allow
-        bare = "" if self.mask is None else NOT_MASKED
-        if METRICS not in allow.kinds:
-            yield ReleasePreview("final scores", WITHHELD, {}, 0, "allow.kinds in site.yaml does not name metrics")
-        elif privacy is not None and privacy.metrics == "suppress":
-            why = "the recipe's privacy plan keeps them (privacy.metrics: suppress)"
-            yield ReleasePreview("final scores", WITHHELD, {}, 0, why)
-        else:
-            noised = privacy is not None and privacy.metrics == "count"
-            what = "accuracy and loss of test images, from noised counts" if noised else "metrics, intervals and counts"
-            why = f"{what}, computed here{bare}"
-            yield ReleasePreview("final scores", "after the last round", {}, 0, why, epsilon=cost if noised else None)
-        if PREDICTIONS not in allow.kinds:
-            yield ReleasePreview(PREDICTIONS, WITHHELD, {}, 0, "allow.kinds in site.yaml does not name predictions")
-            return
-        if self.config.budget is not None and not self.config.budget.predictions:
-            why = "site.yaml has a budget, which predictions would evade"
-            yield ReleasePreview(PREDICTIONS, WITHHELD, {}, 0, why)
-            return
-        classes = len(self.setup.dataset.classes)
-        why = (
-            f"of {tests} test images by one model, once, in thousandths, each with its label; no plan protects it, and "
-            f"the server chooses the weights that they are made with{bare}"
-        )
-        yield ReleasePreview(PREDICTIONS, "after the last round", {}, rounded_bytes(tests, classes), why)
-
 
 def _charge_name(message: messages.Message, secret: Stream | None) -> str:
     """Return the name of a release in the ledger: its purpose, and the stream of its noise."""
@@ -512,5 +432,6 @@ def _choose_device(recipe: Recipe, config: SiteConfig) -> Recipe:
     return found
 
 
-def _count_bytes(group: Mapping[str, torch.Tensor]) -> int:
+def count_bytes(group: Mapping[str, torch.Tensor]) -> int:
+    """Return the bytes of tensors."""
     return sum(tensor.nbytes for tensor in group.values())
