@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -353,6 +354,10 @@ def test_a_site_that_claims_far_more_images_than_others_is_named_from_the_start(
     assert f"{HOSTILE} claims 1,000,000,000 training images" in terminal.getvalue()
     report([tmp_path / "run"], tmp_path / "report.html")
     assert "claims 1,000,000,000 training images" in (tmp_path / "report.html").read_text()
+    ((_, advice),) = [(name, info) for name, info in played.said if name == "unregistered"]
+    numbers = yaml.safe_load(advice["why"].partition("images: ")[2])
+    assert numbers[HOSTILE] > BILLION
+    assert len(numbers) == len(SITES)
     known = federation(five, "believed", claiming(BILLION))
     assert not known.run(recipe(rounds=1), tmp_path / "known", most_images=REGISTERED).doubted
 

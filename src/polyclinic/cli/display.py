@@ -116,6 +116,8 @@ class Display:
             self.print_line(f"  {info['site']} does not take part: {info['kind']}: {info['why']}")
         elif event == "doubted":
             self.print_line(f"  {info['site']} {info['why']}")
+        elif event == "unregistered":
+            self.print_line(f"  {info['why']}")
         elif event == "evaluated":
             self.sites[info["site"]] = MARKS.get(info.get("outcome", ""), "tested")
             if "why" in info:

@@ -5,7 +5,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -95,6 +95,8 @@ def run_deployed(
     }
     for site, why in doubted.items():
         watch("doubted", {"site": site, "why": why})
+    if believed:
+        watch("unregistered", {"why": advise_registration(profiles, believed)})
     remote = replace(remote, engine=announced, absent=absent, peers=keys)
     remote = replace(remote, believed=believed, doubted=doubted, unscored=unscored)
     experiment = Experiment(recipe, folder, data, watch, RemoteSites.from_profiles(profiles), remote)
@@ -107,6 +109,15 @@ def run_deployed(
     result = run_tracked(experiment)
     announced.end_run()
     return result
+
+
+def advise_registration(profiles: Mapping[SiteId, SiteProfile], unregistered: Collection[SiteId]) -> str:
+    """Return what to tell the coordinator if numbers of images, which decide weights, are only the sites' word."""
+    told = ", ".join(f"{site}: {profiles[site].images}" for site in profiles if site in unregistered)
+    return (
+        "the sites' own word decides what they weigh; compare it with what you know, and register it in server.yaml: "
+        f"images: {{{told}}}"
+    )
 
 
 def describe_doubt(card: SiteProfile, believed: int, unscored: bool) -> str:

@@ -158,6 +158,8 @@ class ServerStatus:
         elif event == "absent":
             self.log.warning("%s did not enrol: %s: %s", info["site"], info["kind"], info["why"])
             self.absent[info["site"]] = f"{info['kind']}: {info['why']}"
+        elif event == "unregistered":
+            self.log.info("%s", info["why"])
         elif event == "doubted":
             self.log.warning("%s %s", info["site"], info["why"])
             self.doubted[info["site"]] = info["why"]
