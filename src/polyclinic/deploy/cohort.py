@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from polyclinic.algorithms.base import Algorithm
 from polyclinic.core import Bundle, Failure, Refused, SiteId
@@ -86,7 +86,7 @@ class SiteCohort:
 
         A run that is begun again under the same terms has the same statements, by the key that the site has now.
         """
-        rows = _still_valid(_read_rows(self.path))
+        rows = _drop_undone(_read_rows(self.path))
         former = [row for row in rows if row["round"] == 0 and row["weights"] == terms]
         drawn = former[-1]["cohort"] if former else secrets.token_hex(32)
         found: dict[str, object] = {FIELD: self._sign(0, {"cluster": "", "weights": terms, "cohort": drawn})}
@@ -126,9 +126,9 @@ class SiteCohort:
     def _compare(self, round: int, valid: Mapping[SiteId, Statement]) -> None:
         """Raise `Refused` unless all statements of a cluster are over the same weights, this site's own among them."""
         site, rows = self.signer.site, _read_rows(self.path)
-        if site in valid and valid[site] not in _made(rows, round):
+        if site in valid and valid[site] not in _find_statements(rows, round):
             raise Refused("cohort", f"the statement of {site} on round {round} is none that it made in this run")
-        own = _made(_still_valid(rows), round)
+        own = _find_statements(_drop_undone(rows), round)
         everybody = {**({site: own[-1]} if own else {}), **valid}
         firsts: dict[str, tuple[SiteId, Statement]] = {}
         for site, signed in everybody.items():
@@ -142,7 +142,7 @@ class SiteCohort:
     def _sign(self, round: int, parts: Mapping[str, str]) -> Statement:
         named = _named(self.federation, self.run, round, self.signer.site, parts)
         signed = {**parts, "signature": self.signer.sign(PURPOSE, named)}
-        if signed not in _made(_still_valid(_read_rows(self.path)), round)[-1:]:
+        if signed not in _find_statements(_drop_undone(_read_rows(self.path)), round)[-1:]:
             append_line(self.path, json.dumps({"round": round, **signed}))
         return signed
 
@@ -157,20 +157,20 @@ def undo_statements(path: Path, round: int) -> None:
         path: The site's file of statements on the run; it keeps all rows.
         round: The round that was allowed.
     """
-    if any(row["round"] >= round for row in _still_valid(_read_rows(path))):
+    if any(row["round"] >= round for row in _drop_undone(_read_rows(path))):
         append_line(path, json.dumps({UNDONE: max(1, round - 1)}))
 
 
-def _still_valid(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of statements on rounds that were not undone since."""
-    found: list[dict[str, Any]] = []
+def _drop_undone(rows: Iterable[Fields]) -> list[Fields]:
+    """Return the rows of statements on rounds that were not undone since."""
+    found: list[Fields] = []
     for row in rows:
         found = [former for former in found if former["round"] < row[UNDONE]] if UNDONE in row else [*found, row]
     return found
 
 
-def _made(rows: Iterable[Mapping[str, Any]], round: int) -> list[Statement]:
-    """The statements on a round among a site's rows; there are several if the round was repeated."""
+def _find_statements(rows: Iterable[Fields], round: int) -> list[Statement]:
+    """Return the statements on a round among a site's rows; there are several if the round was repeated."""
     return [{part: row[part] for part in PARTS} for row in rows if row.get("round") == round]
 
 
@@ -199,7 +199,7 @@ class ServerCohort:
     _unsaved: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for row in _still_valid(_read_rows(self.path)):
+        for row in _drop_undone(_read_rows(self.path)):
             self.statements.setdefault(row["round"], {})[row["site"]] = {part: row[part] for part in PARTS}
 
     def show_statements(self, outbox: Outbox) -> None:
@@ -280,7 +280,7 @@ class ServerCohort:
         return None
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
+def _read_rows(path: Path) -> list[Fields]:
     """The rows of a file of statements; a killed process may have left an incomplete one."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
