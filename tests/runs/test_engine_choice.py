@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from polyclinic.cli.display import result_table
 from polyclinic.core.errors import StoreError
+from polyclinic.federation.engines.local import LocalEngine
 from polyclinic.runs.engines import choice as engine_choice
 from polyclinic.runs.experiment import run
 from tests.small import tiny
@@ -79,3 +81,9 @@ def test_measuring_changes_nothing() -> None:
     chosen = run(tiny(engine__name="auto")).summary
     assert chosen.engine is not None
     assert chosen.sha256 == run(tiny(engine__name=chosen.engine.name)).summary.sha256
+
+
+def test_after_a_gpu_was_used_sites_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first step backwards fails in every worker. The result is the same without them."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert isinstance(engine_choice.make_engine("local", {}, workers=2, threads=1), LocalEngine)

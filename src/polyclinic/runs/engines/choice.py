@@ -1,6 +1,7 @@
 """The choice of an engine: the recipe's, or for `auto` the faster one in a short measurement."""
 
 import json
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -19,6 +20,8 @@ from polyclinic.training.fit import fit
 from polyclinic.training.network import LiveNetwork
 from polyclinic.training.stacked.batching import StackMember
 from polyclinic.training.stacked.fit import NotStackableError, fit_stacked, job_signature, why_not_stackable
+
+log = logging.getLogger(__name__)
 
 TRIED = 8
 """The most sites in the measurement."""
@@ -40,9 +43,15 @@ class EngineChoice:
 def make_engine(
     name: str, runners: Mapping[SiteId, SiteRunner], workers: int, threads: int, compile: Compile = "auto"
 ) -> LocalEngine | WorkerEngine | StackedEngine:
-    """Return an engine for sites in this process, or in `workers` forked ones."""
+    """Return an engine for sites in this process, or in `workers` forked ones.
+
+    A process that has used a GPU cannot be forked: sites then train one after another, with the same result.
+    """
     if name == "stacked":
         return StackedEngine(runners, threads, compile=compile)
+    if workers and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        log.warning("engine.workers is ignored, since this process has used a GPU before and cannot be forked")
+        workers = 0
     return WorkerEngine(runners, workers, threads) if workers else LocalEngine(runners, threads)
 
 
