@@ -154,3 +154,13 @@ def test_the_site_builds_without_a_warning_and_asks_nobody_else_for_anything(tmp
     assert len(pages) > len(PAGES)
     assert {page: found for page, text in pages.items() if (found := ELSEWHERE.findall(text))} == {}
     assert "quantise" in (tmp_path / "site" / "search" / "search_index.js").read_text(encoding="utf-8")
+
+
+def test_every_module_that_the_map_names_exists() -> None:
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z_]+(?:/[a-z_0-9]+)+\.py)`", text))
+    assert len(named) > 20
+    assert (
+        sorted(name for name in named if not any((top / name).exists() for top in (ROOT / "src/polyclinic", ROOT)))
+        == []
+    )
