@@ -18,6 +18,7 @@ from functools import lru_cache, reduce
 from typing import Any, Literal, TypeAlias
 
 from polyclinic.core import RecipeError
+from polyclinic.privacy import loss_distributions
 
 Accountant: TypeAlias = Literal["pld", "rdp", "prv"]
 Neighbours: TypeAlias = Literal["add or remove", "replace"]
@@ -149,8 +150,6 @@ def bucket_width(merged: Sequence[Spend]) -> float:
 @lru_cache(maxsize=256)
 def _release_pld(noise: float, rate: float, group: int, width: float, neighbours: Neighbours) -> Any:
     """Return the privacy loss distribution of one release."""
-    from polyclinic.privacy import loss_distributions
-
     if rate < 1 and group > 1:
         if neighbours == "replace":
             raise RecipeError(

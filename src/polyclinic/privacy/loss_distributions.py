@@ -1,30 +1,29 @@
 """Privacy loss distributions of Gaussian releases: those of dp-accounting, digit for digit, many times as fast.
 
 The library inverts the privacy loss for one bucket after another; here all are inverted at once, by the same steps.
-Import this module where it is needed: dp-accounting takes a second to load.
+dp-accounting is imported where it is needed: it takes a second to load.
 """
 
 import math
-from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
-from dp_accounting import NeighboringRelation
-from dp_accounting.pld import privacy_loss_distribution as pld
-from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss, MixtureGaussianPrivacyLoss
 from numpy.typing import NDArray
-from scipy.stats import binom
 
 Floats = NDArray[np.float64]
 
 
 def gaussian(noise: float, rate: float, width: float) -> Any:
     """Return the distribution of one release of which a record is part with probability `rate`."""
-    return _both_ways(lambda way: _Gaussian(noise, sampling_prob=rate, adjacency_type=way), width, rate == 1)
+    return _both_ways(_Gaussian, width, noise, sampling_prob=rate)
 
 
 def gaussian_replaced(noise: float, rate: float, width: float) -> Any:
     """Return the distribution where a record takes the place of another. It is the library's own: seldom asked for."""
+    from dp_accounting import NeighboringRelation
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
     relation = NeighboringRelation.REPLACE_ONE
     return pld.from_gaussian_mechanism(
         noise, sampling_prob=rate, neighboring_relation=relation, value_discretization_interval=width
@@ -33,22 +32,46 @@ def gaussian_replaced(noise: float, rate: float, width: float) -> Any:
 
 def gaussian_mixture(noise: float, group: int, rate: float, width: float) -> Any:
     """Return the distribution of one release of which each of a patient's images is part with probability `rate`."""
+    from scipy.stats import binom
+
     count = range(group + 1)
-    odds = binom.pmf(count, group, rate)
-    return _both_ways(lambda way: _Mixture(noise, count, odds, adjacency_type=way), width, alike=False)
+    return _both_ways(_MixtureGaussian, width, noise, sensitivities=count, sampling_probs=binom.pmf(count, group, rate))
 
 
-def _both_ways(loss: Callable[[AdjacencyType], Any], width: float, alike: bool) -> Any:
-    """Return the distribution for a unit removed and for one added, which may be `alike`."""
-    ways = (AdjacencyType.REMOVE,) if alike else (AdjacencyType.REMOVE, AdjacencyType.ADD)
+def _both_ways(kind: type, width: float, noise: float, **options: Any) -> Any:
+    """Return the distribution for a unit removed and for one added, which are alike without sampling."""
+    from dp_accounting.pld import privacy_loss_distribution as pld
+    from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType
+
+    alike = options.get("sampling_prob") == 1
+    losses = [
+        _faster(kind)(noise, adjacency_type=way, **options)
+        for way in (AdjacencyType.REMOVE, AdjacencyType.ADD)[: 1 if alike else 2]
+    ]
     build = pld._create_pld_pmf_from_monotone_privacy_loss
-    options = {"value_discretization_interval": width, "use_connect_dots": True}
-    return pld.PrivacyLossDistribution(*(build(loss(way), **options) for way in ways))
+    return pld.PrivacyLossDistribution(
+        *(build(loss, value_discretization_interval=width, use_connect_dots=True) for loss in losses)
+    )
 
 
-class _Gaussian(GaussianPrivacyLoss):  # type: ignore[misc]
+@cache
+def _faster(kind: type) -> Any:
+    """Return the library's class of this kind with the methods below."""
+    from dp_accounting.pld import privacy_loss_mechanism as library
+
+    return type(kind.__name__, (kind, getattr(library, f"{kind.__name__[1:]}PrivacyLoss")), {})
+
+
+class _Gaussian:
+    adjacency_type: Any
+    sampling_prob: float
+    sensitivity: float
+    mu_upper_cdf: Any
+    mu_lower_log_cdf: Any
+    _standard_deviation: float
+
     def get_delta_for_epsilon(self, epsilon: Any) -> Any:
-        adds, rate, losses = self.adjacency_type == AdjacencyType.ADD, self.sampling_prob, np.asarray(epsilon, float)
+        adds, rate, losses = self.adjacency_type.name == "ADD", self.sampling_prob, np.asarray(epsilon, float)
         deltas, bounded = np.zeros_like(losses), np.ones(losses.shape, bool)
         if rate < 1:
             end = math.log1p(-rate)
@@ -61,7 +84,7 @@ class _Gaussian(GaussianPrivacyLoss):  # type: ignore[misc]
 
     def _invert(self, losses: Floats) -> Floats:
         """Return where the privacy loss is each of these."""
-        adds, rate = self.adjacency_type == AdjacencyType.ADD, self.sampling_prob
+        adds, rate = self.adjacency_type.name == "ADD", self.sampling_prob
         if rate < 1:
             sign = -1 if adds else 1
             end, signed = math.log(1 - rate), sign * losses
@@ -75,7 +98,12 @@ class _Gaussian(GaussianPrivacyLoss):  # type: ignore[misc]
         return self.sensitivity + found if adds else found
 
 
-class _Mixture(MixtureGaussianPrivacyLoss):  # type: ignore[misc]
+class _MixtureGaussian:
+    adjacency_type: Any
+    sensitivities: Floats
+    _variance: float
+    _precompute_privacy_loss_constants: Floats
+
     def _inverse_privacy_losses_with_range(
         self, privacy_losses: Floats, bounds: tuple[float, float], precision: float = 1e-6
     ) -> Floats:
@@ -91,6 +119,6 @@ class _Mixture(MixtureGaussianPrivacyLoss):  # type: ignore[misc]
         """Return the privacy loss at each point."""
         moved = self.sensitivities[:, None] * points / self._variance
         constants = self._precompute_privacy_loss_constants[:, None]
-        if self.adjacency_type == AdjacencyType.ADD:
+        if self.adjacency_type.name == "ADD":
             return np.asarray(-np.logaddexp.reduce(constants + moved, axis=0))
         return np.asarray(np.logaddexp.reduce(constants - moved, axis=0))
