@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
+from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 from hypothesis import given, settings, strategies as st
 from scipy.optimize import brentq
 from scipy.stats import binom, norm
@@ -49,6 +50,26 @@ def test_never_optimistic(rate: float, noise: float, times: int, _rdp: float, _p
     assert lower <= epsilon([Spend(noise, rate, times)], 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("noise", "rate", "group"),
+    [(0.5, 0.02, 1), (1.1, 0.5, 1), (8.0, 0.003, 1), (2.0, 1.0, 1), (1.0, 0.1, 2), (8.0, 0.5, 4)],
+)
+def test_distributions_are_the_library_s_to_the_last_bit(noise: float, rate: float, group: int) -> None:
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
+    width, counts = 2.0**-7, range(group + 1)
+    ours = accounting._release_pld(noise, rate, group, width, "add or remove")
+    if group == 1:
+        theirs = pld.from_gaussian_mechanism(noise, sampling_prob=rate, value_discretization_interval=width)
+    else:
+        odds = binom.pmf(counts, group, rate)
+        theirs = pld.from_mixture_gaussian_mechanism(noise, counts, odds, value_discretization_interval=width)
+    for way in ("_pmf_remove", "_pmf_add"):
+        one, other = getattr(ours, way).to_dense_pmf(), getattr(theirs, way).to_dense_pmf()
+        assert (one._lower_loss, one._infinity_mass) == (other._lower_loss, other._infinity_mass)
+        assert np.array_equal(one._probs, other._probs)
+
+
 def test_prv_and_the_paper_s_own_metric() -> None:
     assert epsilon([Spend(1.0, 0.01, 1000)], 1e-5, "prv") == pytest.approx(1.838, abs=0.01)
     for noise, printed in ((1.02, 1.77), (2.04, 0.66)):  # ten rounds, added up, of one client's epoch
@@ -64,7 +85,7 @@ def delta_for(spends: Iterable[Spend], target: float, accountant: Accountant = "
     if accountant == "pld":
         return float(accounting.compose_pld(merged, "add or remove").get_delta_for_epsilon(target))
     if accountant == "rdp":
-        return float(accounting._compose_rdp(merged, "add or remove").get_delta(target))
+        return float(compute_delta(*accounting._compose_rdp(merged, "add or remove"), target)[0])
     too_little, enough = 1e-9, 1.0  # below 1e-9 Opacus loses its precision
     while enough > 1.01 * too_little:
         middle = math.sqrt(enough * too_little)

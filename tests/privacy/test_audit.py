@@ -330,7 +330,7 @@ OTHERS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
 SLOW = ("fedmp",)
 
 
-@pytest.mark.parametrize("times", [5, pytest.param(20, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_every_planted_mistake_is_refuted_every_time(mistake: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, plant = PLANTED[mistake]

@@ -207,7 +207,7 @@ def test_a_public_set_that_is_all_private_is_refused(rows: Rows, tmp_path: Path)
         load_public(made, None, CLASSES, 1, 20, STREAM, private(made))
 
 
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [64, pytest.param(128, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("task", [None, TWO])
 def test_real_mias_and_busi_have_the_same_classes(size: int, task: dict[str, list[str]] | None) -> None:
     data = real("mias").parent

@@ -18,6 +18,7 @@ from functools import lru_cache, reduce
 from typing import Any, Literal, TypeAlias
 
 from polyclinic.core import RecipeError
+from polyclinic.privacy import loss_distributions
 
 Accountant: TypeAlias = Literal["pld", "rdp", "prv"]
 Neighbours: TypeAlias = Literal["add or remove", "replace"]
@@ -118,14 +119,16 @@ def _cached_epsilon(merged: tuple[Spend, ...], delta: float, accountant: Account
         except OverflowError:  # losses beyond what a float's exponent holds: no finite figure is safe
             return math.inf
     if accountant == "rdp":
-        return float(_compose_rdp(merged, neighbours).get_epsilon(delta))
+        from dp_accounting.rdp.rdp_privacy_accountant import compute_epsilon
+
+        return float(compute_epsilon(*_compose_rdp(merged, neighbours), delta)[0])
     return _prv_epsilon(merged, delta, neighbours)
 
 
 def compose_pld(merged: Sequence[Spend], neighbours: Neighbours, width: float | None = None) -> Any:
     """Return the privacy loss distribution of all releases, in buckets of `width` (None: as fine as is useful)."""
     width = width or bucket_width(merged)
-    parts = (_release_pld(s.noise, s.rate, s.group, width, neighbours).self_compose(s.times) for s in merged)
+    parts = (_repeated_pld(spend, width, neighbours) for spend in merged)
     return reduce(lambda total, part: total.compose(part, tail_mass_truncation=TAIL), parts)
 
 
@@ -147,47 +150,48 @@ def bucket_width(merged: Sequence[Spend]) -> float:
 @lru_cache(maxsize=256)
 def _release_pld(noise: float, rate: float, group: int, width: float, neighbours: Neighbours) -> Any:
     """Return the privacy loss distribution of one release."""
-    from dp_accounting import NeighboringRelation
-    from dp_accounting.pld import privacy_loss_distribution as pld
-    from scipy.stats import binom
-
     if rate < 1 and group > 1:
         if neighbours == "replace":
             raise RecipeError(
                 f"no accountant prices {group} sampled images of a patient who is replaced by another:"
                 " take neighbours: add or remove"
             )
-        count = range(group + 1)
-        odds = binom.pmf(count, group, rate)
-        return pld.from_mixture_gaussian_mechanism(noise, count, odds, value_discretization_interval=width)
-    relation = NeighboringRelation.REPLACE_ONE if neighbours == "replace" else NeighboringRelation.ADD_OR_REMOVE_ONE
-    if rate == 1:
-        relation = NeighboringRelation.ADD_OR_REMOVE_ONE  # `merge_spends` has already counted the double reach
-    return pld.from_gaussian_mechanism(
-        noise, sampling_prob=rate, neighboring_relation=relation, value_discretization_interval=width
-    )
+        return loss_distributions.gaussian_mixture(noise, group, rate, width)
+    if rate < 1 and neighbours == "replace":
+        return loss_distributions.gaussian_replaced(noise, rate, width)
+    return loss_distributions.gaussian(noise, rate, width)  # `merge_spends` has counted the double reach of rate 1
 
 
-def _compose_rdp(merged: Sequence[Spend], neighbours: Neighbours) -> Any:
-    """Return dp-accounting's RDP accountant after all releases."""
+@lru_cache(maxsize=256)
+def _repeated_pld(spend: Spend, width: float, neighbours: Neighbours) -> Any:
+    """Return the privacy loss distribution of all times of a release."""
+    return _release_pld(spend.noise, spend.rate, spend.group, width, neighbours).self_compose(spend.times)
+
+
+def _compose_rdp(merged: Sequence[Spend], neighbours: Neighbours) -> tuple[Any, Any]:
+    """Return Rényi orders and the divergence of all releases at each."""
+    _check_no_pld_needed(merged, neighbours, "rdp")
+    curves = [_release_rdp(spend.noise, spend.rate) for spend in merged]
+    return curves[0][0], sum(spend.times * curve for spend, (_, curve) in zip(merged, curves, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def _release_rdp(noise: float, rate: float) -> tuple[Any, Any]:
+    """Return Rényi orders and the divergence of one release at each."""
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.rdp import RdpAccountant
 
-    _check_no_pld_needed(merged, neighbours, "rdp")
     logging.getLogger("absl").setLevel(logging.ERROR)  # it warns about every order that it skips
-    accountant = RdpAccountant()
-    for spend in merged:
-        release = GaussianDpEvent(spend.noise)
-        accountant.compose(PoissonSampledDpEvent(spend.rate, release) if spend.rate < 1 else release, spend.times)
-    return accountant
+    release = GaussianDpEvent(noise)
+    accountant = RdpAccountant().compose(PoissonSampledDpEvent(rate, release) if rate < 1 else release)
+    return accountant.orders, accountant.rdp
 
 
 def rdp_curve(merged: Sequence[Spend], neighbours: Neighbours) -> tuple[Any, Any] | None:
     """Return Rényi orders and the divergence of all releases at each; None where no accountant knows it."""
     if any(_needs_pld(spend, neighbours) for spend in merged):
         return None
-    accountant = _compose_rdp(merged, neighbours)
-    return accountant.orders, accountant.rdp
+    return _compose_rdp(merged, neighbours)
 
 
 def _prv_epsilon(merged: Sequence[Spend], delta: float, neighbours: Neighbours) -> float:
