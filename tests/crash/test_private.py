@@ -12,6 +12,7 @@ from polyclinic.runs.result import read_result
 from polyclinic.storage.ledger import Ledger
 from tests.crash.runs import KILLED, RECIPES, Driver, summary
 
+pytestmark = pytest.mark.usefixtures("_privacy_loaded")
 BETWEEN = ("charge-written", "site-received", "site-trained", "reply-accepted", "aggregated", "ledger-half-written")
 
 
