@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from polyclinic.data.loading.cache import VARIABLE
+from polyclinic.deploy.flower import ENVIRONMENT
+from tests.deploy.child_process import die_with_parent
+from tests.driving import ALONE, Ask, driving
 
 # Workers rewrite the assertions of all tests, and tests start hundreds of processes: each file is compiled only once.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -23,6 +27,16 @@ settings.load_profile("patient")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder: Path = tmp_path_factory.mktemp("cache")
     pytest.MonkeyPatch().setenv(VARIABLE, str(folder))
+
+
+@pytest.fixture(scope="session")
+def ask(_own_cache: None) -> Iterator[Ask]:
+    """The driver of all tests that fork; its children end with it."""
+    if not hasattr(os, "fork"):
+        pytest.skip("these tests fork and kill processes, which this system cannot")
+    with driving("tests.driver", environment={**ENVIRONMENT, **ALONE}, before=die_with_parent) as found:
+        found(do="ready")
+        yield found
 
 
 LONGEST = (

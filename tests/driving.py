@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeAlias
 import psutil
 
 Ask: TypeAlias = Callable[..., str]
+ALONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def serve(**deeds: Callable[..., object]) -> NoReturn:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -12,22 +10,22 @@ from pathlib import Path
 import pytest
 
 from tests.crash.runs import KILLED, RAM, RECIPES, Driver
-from tests.driving import driving
-
-SINGLE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+from tests.driving import Ask
 
 
-@pytest.fixture(scope="package")
-def driver(ram: Path) -> Iterator[Driver]:
-    if not hasattr(os, "fork"):
-        pytest.skip("these tests fork and kill processes, which this system cannot")
-    warm = json.dumps({**RECIPES["scaffold"], "rounds": 1})
-    with driving("tests.crash.driver", warm, environment=SINGLE) as ask:
-        ask(do="ready")  # some tests look at the clock
-        yield Driver(ask, ram / "report")
+@pytest.fixture(scope="session")
+def driver(ask: Ask, ram: Path) -> Driver:
+    ask(do="load", recipe={**RECIPES["scaffold"], "rounds": 1})  # some tests look at the clock
+    return Driver(ask, ram / "report")
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
+def _privacy_loaded(driver: Driver) -> None:
+    """What reckons privacy takes a second to load, which children need not."""
+    driver.ask(do="load", recipe={**RECIPES["private"], "rounds": 1})
+
+
+@pytest.fixture(scope="session")
 def ram() -> Iterator[Path]:
     """A folder for all runs."""
     with tempfile.TemporaryDirectory(dir=RAM) as folder:
@@ -41,7 +39,7 @@ def place(ram: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def whole(driver: Driver, ram: Path) -> Callable[[str], Path]:
     """The folder of an uninterrupted run, by recipe."""
     made: dict[str, Path] = {}
@@ -55,7 +53,7 @@ def whole(driver: Driver, ram: Path) -> Callable[[str], Path]:
     return of
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def stopped(driver: Driver, ram: Path) -> Callable[[str, Path], Path]:
     """A copy, in the given place, of a run that was killed in its fourth and last round."""
     made: dict[str, Path] = {}

@@ -1,4 +1,4 @@
-"""Runs recipes in forked children that may be killed: `python -m tests.crash.driver`."""
+"""Runs recipes in forked children that may be killed: deeds of `tests.driver`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 from polyclinic import Recipe, run
 from polyclinic.core import failpoints
@@ -24,20 +22,19 @@ from polyclinic.federation.rounds import Watch
 from polyclinic.runs.experiment import FederatedDataset, load_sites
 from tests.deploy.example_sites import ApprovingHandler
 from tests.deploy.masking import keyring
-from tests.driving import serve
 
 INTERRUPTED = 130
 BUG = 70
 consortium: FederatedDataset | None = None
 
 
-def main() -> None:
+def load(recipe: Mapping[str, Any]) -> str:
+    """Load the images of all recipes of these tests, and whatever this recipe loads at first use."""
     global consortium
-    torch.set_num_threads(1)
-    recipe = Recipe.from_values(json.loads(sys.argv[1]))
-    consortium = load_sites(recipe)
-    run(recipe, dataset=consortium)  # whatever PyTorch loads at first use
-    serve(start=start, wait=wait, answer=answer)
+    found = Recipe.from_values(recipe)
+    consortium = consortium or load_sites(found)
+    run(found, dataset=consortium)
+    return "loaded"
 
 
 def start(**job: Any) -> int:
@@ -185,6 +182,3 @@ ACTS: dict[str, Callable[[], Watch]] = {
     "kill idle worker": kill_idle_worker,
     "kill all workers": kill_all_workers,
 }
-
-if __name__ == "__main__":
-    main()

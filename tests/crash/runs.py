@@ -84,14 +84,14 @@ class Ended:
 
 @dataclass(frozen=True)
 class Driver:
-    """Starts children through `tests.crash.driver`. The test knows their process numbers and may kill them."""
+    """Starts children through `tests.driver`. The test knows their process numbers and may kill them."""
 
     ask: Ask
     report: Path
     """Where a child that fails writes why."""
 
     def start(self, recipe: Values, folder: Path, **how: Any) -> int:
-        return int(self.ask(do="start", recipe=recipe, folder=str(folder), report=str(self.report), **how))
+        return int(self.ask(do="play", recipe=recipe, folder=str(folder), report=str(self.report), **how))
 
     def wait(self, pid: int) -> Ended:
         code = int(self.ask(do="wait", pid=pid))

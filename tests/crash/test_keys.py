@@ -30,6 +30,7 @@ from tests.deploy.example_sites import (
     write_hospitals,
 )
 
+pytestmark = pytest.mark.usefixtures("_privacy_loaded")
 BEGIN = ("run-key-written", "chain-key-moved", "run-begun")
 Answer = Callable[..., int]
 

@@ -84,7 +84,7 @@ def test_killed_from_outside_at_random_moments(driver: Driver, whole: Whole, pla
     takes = time.perf_counter() - began
     moments, deaths = random.Random(2024), 0
     for attempt in range(40):
-        if deaths >= 10:
+        if deaths >= 6:
             return
         folder = place / str(attempt)
         for _ in range(3):  # up to three times in one run

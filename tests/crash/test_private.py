@@ -12,10 +12,11 @@ from polyclinic.runs.result import read_result
 from polyclinic.storage.ledger import Ledger
 from tests.crash.runs import KILLED, RECIPES, Driver, summary
 
+pytestmark = pytest.mark.usefixtures("_privacy_loaded")
 BETWEEN = ("charge-written", "site-received", "site-trained", "reply-accepted", "aggregated", "ledger-half-written")
 
 
-@pytest.mark.parametrize("kills", [24, pytest.param(100, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("kills", [12, pytest.param(100, marks=pytest.mark.heavy)])
 def test_killed_many_times_between_charge_and_release(driver: Driver, place: Path, kills: int) -> None:
     folder = place / "run"
     for point in islice(cycle(BETWEEN), kills):

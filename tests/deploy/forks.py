@@ -1,4 +1,4 @@
-"""Our commands as processes, forked where PyTorch and Flower are loaded: `python -m tests.deploy.forks`."""
+"""Our commands as processes, forked where PyTorch and Flower are loaded: deeds of `tests.driver`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import datetime
 import os
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -15,29 +14,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import flwr.supercore.date
-import torch
 
 import polyclinic.__main__
 import polyclinic.cli.main
 import polyclinic.deploy.flower.server  # what commands load only when they need it
 import polyclinic.deploy.serve
 import polyclinic.deploy.site.message_handler
-from polyclinic import run
 from polyclinic.core import PROTOCOL, failpoints
 from tests.deploy.child_process import ChildProcess, die_with_parent
-from tests.driving import serve
-from tests.small import tiny
 
 BUG = 70
 NETWORK = 0x40000000
 """CLONE_NEWNET of the kernel's interface."""
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        run(tiny(), Path(folder) / "run")  # whatever is loaded at first use, for training and for reports
-    serve(start=start, code=code)
 
 
 def code(pid: int) -> str:
@@ -111,7 +99,3 @@ def _play(arguments: Sequence[str]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
-
-
-if __name__ == "__main__":
-    main()

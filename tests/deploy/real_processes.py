@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -19,15 +19,12 @@ import yaml
 from polyclinic import Recipe
 from polyclinic.core.types import SiteId
 from polyclinic.deploy.config import FederationConfig, ServerSection
-from polyclinic.deploy.flower import ENVIRONMENT
 from polyclinic.deploy.provisioning.provision import provision_federation
 from polyclinic.evaluation.summary import RunSummary
 from polyclinic.storage.run_folder import RunFolder
-from tests.deploy.child_process import ChildProcess, die_with_parent
+from tests.deploy.child_process import ChildProcess
 from tests.deploy.example_sites import EVERYTHING, SITES, TABLE, approve, simulation, write_hospitals
-from tests.driving import Ask, driving
-
-ALONE = {"OMP_NUM_THREADS": "1"}
+from tests.driving import ALONE, Ask
 
 
 def until(found: Callable[[], object], what: str, seconds: float = 120) -> None:
@@ -89,7 +86,7 @@ class Executed(ChildProcess):
 
 @dataclass
 class Forked:
-    """Started by `tests.deploy.forks`."""
+    """Started by `tests.driver`."""
 
     pid: int
     log: Path
@@ -115,11 +112,6 @@ class Forked:
         self.kill()
         assert self.ended is not None
         return self.ended
-
-
-def forking() -> AbstractContextManager[Ask]:
-    """The driver of `tests.deploy.forks`; its children end with it."""
-    return driving("tests.deploy.forks", environment={**ENVIRONMENT, **ALONE}, before=die_with_parent)
 
 
 @dataclass

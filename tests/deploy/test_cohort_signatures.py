@@ -71,7 +71,8 @@ from tests.deploy.example_sites import (
     simulation,
     write_hospitals,
 )
-from tests.deploy.real_processes import Ward, forking, free_port
+from tests.deploy.real_processes import Ward, free_port
+from tests.driving import Ask
 from tests.federation.mock_engine import MockEngine
 from tests.small import NEEDED
 
@@ -647,7 +648,7 @@ def test_a_site_without_keys_of_others_is_alone_only_if_it_says_so(home: Path, t
 
 
 @pytest.mark.heavy
-def test_real_processes_with_keys_that_sites_made(tmp_path: Path) -> None:
+def test_real_processes_with_keys_that_sites_made(ask: Ask, tmp_path: Path) -> None:
     """By the commands of a kit's README, over TLS, with three sites that ask for three.
     `./scripts/test --heavy tests/deploy/test_cohort_signatures.py`"""
     write_hospitals(tmp_path)
@@ -662,7 +663,7 @@ def test_real_processes_with_keys_that_sites_made(tmp_path: Path) -> None:
         assert "SHA256:" in done.stdout
     requests = [str(kits / "sites" / site / "request.json") for site in SITES]
     subprocess.run([*OURS, "provision", "accept", str(kits), *requests, "--yes"], capture_output=True, check=True)
-    with forking() as ask, Ward(tmp_path, ask) as ward:
+    with Ward(tmp_path, ask) as ward:
         for site in SITES:
             ward.join(site)
         result, simulated = ward.play(recipe(rounds=3), "run")

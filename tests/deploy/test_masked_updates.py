@@ -31,7 +31,8 @@ from polyclinic.storage.run_folder import RunFolder
 from tests.deploy.example_sites import ApprovingHandler, recipe, simulation
 from tests.deploy.masking import FIVE
 from tests.deploy.memory_grid import at_work
-from tests.deploy.real_processes import Ward, forking, furnish, until
+from tests.deploy.real_processes import Ward, furnish, until
+from tests.driving import Ask
 
 PATTERN = 48
 """Bytes of a planted pattern: twelve values of an update, which nothing has by chance."""
@@ -132,11 +133,11 @@ def observed_sites(folder: Path, observer: Observer, monkeypatch: pytest.MonkeyP
         yield said
 
 
-def play(folder: Path, found: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[Observer, str]:
+def play(ask: Ask, folder: Path, found: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[Observer, str]:
     """A run between real connections; what the observer found, and the SHA-256 of the final state."""
     furnish(folder, FIVE)
     observer = Observer(folder)
-    with forking() as ask, Ward(folder, ask) as ward:
+    with Ward(folder, ask) as ward:
         server = ward.serve(found, "masked", really=True)
         observer.pid = server.pid
         with observed_sites(folder, observer, monkeypatch) as said:
@@ -152,11 +153,11 @@ def play(folder: Path, found: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="searches the memory of a process by /proc")
 @pytest.mark.parametrize("masks", [True, False])
 def test_no_update_is_in_the_servers_memory_on_its_disk_or_on_the_wire(
-    masks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    masks: bool, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One command: `./scripts/test --heavy tests/deploy/test_masked_updates.py`."""
     asked = recipe(rounds=2, stages=[{"name": "mask", "masks": masks}], snapshot_every=1)
-    observer, sha256 = play(tmp_path, asked, monkeypatch)
+    observer, sha256 = play(ask, tmp_path, asked, monkeypatch)
     everybody = {(site, round) for site in FIVE for round in (1, 2)}
     assert set(observer.planted.values()) == everybody
     assert observer.searched > 2**28

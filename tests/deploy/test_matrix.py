@@ -19,7 +19,8 @@ pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
 from polyclinic.algorithms import ALGORITHMS
 from tests.deploy.example_sites import CLUSTERS, SITES, recipe
-from tests.deploy.real_processes import Ward, forking, furnish
+from tests.deploy.real_processes import Ward, furnish
+from tests.driving import Ask
 from tests.small import NEEDED
 
 pytestmark = [pytest.mark.heavy, pytest.mark.skipif(os.name != "posix", reason="forks processes")]
@@ -53,10 +54,10 @@ def table() -> Table:
 
 
 @pytest.fixture(scope="module")
-def ward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ward]:
+def ward(ask: Ask, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ward]:
     """Three sites, each of which stays up from the first recipe to the last."""
     folder = tmp_path_factory.mktemp("matrix")
-    with forking() as ask, Ward(folder, ask) as found:
+    with Ward(folder, ask) as found:
         furnish(folder, least_sites=3)
         for site in SITES:
             found.join(site)

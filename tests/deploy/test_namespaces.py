@@ -15,7 +15,8 @@ pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
 from polyclinic.deploy.status import read_status
 from tests.deploy.example_sites import recipe
-from tests.deploy.real_processes import Ward, forking, furnish
+from tests.deploy.real_processes import Ward, furnish
+from tests.driving import Ask
 
 SITES = ("harbour", "hill")
 ROLES = ("server", *SITES)
@@ -79,11 +80,11 @@ def networks() -> Iterator[dict[str, Path]]:
         assert not list(NAMES.glob(f"{MARK}{os.getpid()}-*"))
 
 
-def test_between_networks_the_result_is_the_simulations(networks: dict[str, Path], tmp_path: Path) -> None:
+def test_between_networks_the_result_is_the_simulations(networks: dict[str, Path], ask: Ask, tmp_path: Path) -> None:
     """Harbour's cable is not plugged in at first, which shows that there is no other way."""
     furnish(tmp_path, SITES, ADDRESSES["server"], PORT)
     found = recipe(rounds=2)
-    with forking() as ask, Ward(tmp_path, ask, networks) as ward:
+    with Ward(tmp_path, ask, networks) as ward:
         ip("-n", networks["harbour"].name, "link", "set", "cable", "down")
         server = ward.serve(found, "run")
         for site in SITES:

@@ -20,15 +20,16 @@ from polyclinic.deploy.provisioning import certificates
 from polyclinic.deploy.provisioning.provision import rotate_server, rotate_site
 from polyclinic.storage.run_folder import RunFolder
 from tests.deploy.example_sites import SITES, approve, recipe, simulation
-from tests.deploy.real_processes import Process, Ward, forking, furnish
+from tests.deploy.real_processes import Process, Ward, furnish
+from tests.driving import Ask
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="forks processes")
 
 
 @pytest.fixture
-def ward(tmp_path: Path) -> Iterator[Ward]:
+def ward(ask: Ask, tmp_path: Path) -> Iterator[Ward]:
     """Three hospitals whose kits have been copied to them, as by a messenger, and a folder for recipes."""
-    with forking() as ask, Ward(tmp_path, ask) as found:
+    with Ward(tmp_path, ask) as found:
         furnish(tmp_path)
         for site in SITES:
             shutil.copytree(tmp_path / "k" / "sites" / site, tmp_path / "at" / site)

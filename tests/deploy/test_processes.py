@@ -28,7 +28,8 @@ from polyclinic.deploy.serve import ask_sites
 from polyclinic.deploy.status import LOG_BYTES, LOG_FILES, ServerStatus, log_to_file, read_status
 from polyclinic.storage import messages
 from tests.deploy.example_sites import CLUSTERS, SITES, approve, asked, recipe
-from tests.deploy.real_processes import Ward, forking, furnish, until
+from tests.deploy.real_processes import Ward, furnish, until
+from tests.driving import Ask
 from tests.small import NEEDED
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="kills process groups")
@@ -43,10 +44,10 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ward]:
+def ward(ask: Ask, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ward]:
     """Three sites at work, for all tests here: one started as hospitals start it."""
     folder = tmp_path_factory.mktemp("ward")
-    with forking() as ask, Ward(folder, ask) as found:
+    with Ward(folder, ask) as found:
         furnish(folder, least_sites=3)
         found.join("harbour", really=True)
         found.join("hill")
@@ -81,7 +82,7 @@ def told_of_hill(ward: Ward) -> str:
 
 
 @pytest.mark.heavy
-def test_a_site_that_was_too_slow_takes_part_in_later_rounds(tmp_path: Path) -> None:
+def test_a_site_that_was_too_slow_takes_part_in_later_rounds(ask: Ask, tmp_path: Path) -> None:
     """Lake is held up as it has trained in round 2; its answer is too late, and it hears nothing of round 3.
 
     `./scripts/test --heavy tests/deploy/test_processes.py`
@@ -89,7 +90,7 @@ def test_a_site_that_was_too_slow_takes_part_in_later_rounds(tmp_path: Path) -> 
     found, out = recipe(algorithm="scaffold", rounds=9, quorum=2), tmp_path / "slow"
     kits, path = tmp_path / "k", tmp_path / "slow.yaml"
     path.write_text(found.to_yaml())
-    with forking() as ask, Ward(tmp_path, ask) as few:
+    with Ward(tmp_path, ask) as few:
         furnish(tmp_path, least_sites=2)
         for site in SITES:
             approve(kits / "sites" / site / "state", found)

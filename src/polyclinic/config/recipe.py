@@ -1,9 +1,11 @@
 """The recipe: the keys of the YAML file that describes a run. Unknown keys and impossible combinations are errors."""
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -286,9 +288,12 @@ class Recipe(ClosedSection):
         with _naming_source("data.partition"):
             return kind.model_validate(self.data.partition.options)
 
+    def to_values(self) -> dict[str, Any]:
+        """Return what the YAML file of this recipe holds."""
+        return self.model_dump(mode="json", exclude=None if self.track else {"track"})
+
     def to_yaml(self) -> str:
-        values = self.model_dump(mode="json", exclude=None if self.track else {"track"})
-        return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+        return _write_yaml(json.dumps(self.to_values()))
 
     def method_recipe(self, name: str) -> "Recipe":
         """Return the recipe of one of `methods`."""
@@ -297,6 +302,12 @@ class Recipe(ClosedSection):
         if {"methods", "paper", "claims"} & {key.split(".")[0] for key in settings}:
             raise RecipeError(f"method {name}: a method cannot set methods, paper or claims; set other keys")
         return Recipe.from_values(base, settings, f"method {name}")
+
+
+@lru_cache(maxsize=64)
+def _write_yaml(document: str) -> str:
+    """Write JSON as YAML. Sites and servers need the text of the same recipe again and again, and YAML is slow."""
+    return str(yaml.safe_dump(json.loads(document), sort_keys=False, allow_unicode=True))
 
 
 def with_settings(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,10 @@
 """scikit-learn's copy of the UCI optical digits: 1,797 real images without a download."""
 
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -36,10 +38,12 @@ def load_digit_images(options: DigitsOptions, stream: Stream, folder: Path | Non
 
 @cache
 def _read_scans() -> tuple[torch.Tensor, torch.Tensor]:
-    from sklearn.datasets import load_digits  # takes a second to load, and most runs do without
-
-    bunch = load_digits()
-    return torch.from_numpy(bunch.images), torch.from_numpy(bunch.target)
+    """Read the file that `sklearn.datasets.load_digits` reads: to load scikit-learn itself takes a second."""
+    package = find_spec("sklearn")
+    assert package is not None
+    path = Path(package.origin or "").with_name("datasets") / "data" / "digits.csv.gz"
+    rows = torch.from_numpy(np.loadtxt(path, delimiter=","))
+    return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].long()
 
 
 DATASET = Dataset(options=DigitsOptions, licence="CC BY 4.0", classes=CLASSES, load=load_digit_images)

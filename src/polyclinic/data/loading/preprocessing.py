@@ -7,7 +7,6 @@ covers. Lanczos is slightly sharper but overshoots: it draws a halo around calci
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from scipy import ndimage
 
 from polyclinic.core import DataError
 from polyclinic.data.loading.image_options import Preparation
@@ -94,6 +93,8 @@ def _block_edges(length: int) -> NDArray[np.int64]:
 
 def _largest_object(bright: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return a mask of the largest connected object (of all, if several are equally large), ignoring thin lines."""
+    from scipy import ndimage  # takes a moment to load, and most runs do without
+
     thick = ndimage.binary_opening(bright, np.ones((2 * THIN + 1, 2 * THIN + 1)))
     labels, _ = ndimage.label(thick if thick.any() else bright)
     sizes = np.bincount(labels.ravel())
@@ -103,6 +104,8 @@ def _largest_object(bright: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 def _foreign_blocks(bright: NDArray[np.bool_], object_: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return a mask of the bright areas that are not connected with the object, and of the blocks next to them."""
+    from scipy import ndimage
+
     labels, count = ndimage.label(bright)
     touching = np.zeros(count + 1, dtype=bool)
     touching[labels[object_]] = True

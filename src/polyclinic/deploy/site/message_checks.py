@@ -69,7 +69,7 @@ def _parse_recipe(text: str) -> Recipe:
         if not isinstance(values, dict):
             raise Refused("recipe", "the recipe holds no keys")
         recipe = Recipe.from_values(values)
-        if not _is_within(values, yaml.safe_load(recipe.to_yaml())):
+        if not _is_within(values, recipe.to_values()):
             raise Refused("recipe", "the recipe is read otherwise here than written; install the server's version")
         return recipe
     except (yaml.YAMLError, ValueError, RecursionError):

@@ -4,8 +4,6 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from polyclinic.reporting.blocks import Block, Folded, Paragraph, Preformatted, Section, Table
 from polyclinic.reporting.report_data import Method, ReportData
 
@@ -45,7 +43,7 @@ def _method_row(method: Method) -> list[str]:
 def _recipe_differences(data: ReportData) -> list[Block]:
     """Keys in which the methods' recipes differ."""
     recipes = {method.name: method.first.recipe for method in data.methods}
-    flat = {name: dict(_flatten(yaml.safe_load(one.to_yaml()))) for name, one in recipes.items() if one is not None}
+    flat = {name: dict(_flatten(one.to_values())) for name, one in recipes.items() if one is not None}
     keys = dict.fromkeys(key for found in flat.values() for key in found if key.partition(".")[0] not in NOT_COMPARED)
     differ = [key for key in keys if len({_format_value(found.get(key)) for found in flat.values()}) > 1]
     rows = [[key, *(_format_value(found.get(key)) for found in flat.values())] for key in differ]
