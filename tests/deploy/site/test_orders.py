@@ -343,13 +343,13 @@ def test_approving_shows_what_would_leave_asks_and_can_be_taken_back(site: Path,
     assert read_approvals(folder) == [approval], "once"
     listed = app(approve_command, site)
     assert "a. person" in listed
-    assert "waits for its run" in " ".join(listed.split())
+    assert "not begun" in " ".join(listed.split())
     bind_approval(folder, approval, "run-7")
     for count in (2, 2):
         assert app(approve_command, site, path, "--yes").endswith("exit 0")
         assert len(read_approvals(folder)) == count, "another for another run"
     listed = " ".join(app(approve_command, site).split())
-    assert all(words in listed for words in ("run-7", "under way", "waits for its run"))
+    assert all(words in listed for words in ("run-7 goes on", "not begun"))
     finish_run(folder, "run-7", "2026-01-02")
     assert "ended 2026-01-02" in " ".join(app(approve_command, site).split())
     assert "0 approved recipes begin with 'zz'" in app(approve_command, site, "--revoke", "zz")
