@@ -13,7 +13,7 @@ from hypothesis import settings
 from polyclinic.data.loading.cache import VARIABLE
 from polyclinic.deploy.flower import ENVIRONMENT
 from tests.deploy.child_process import die_with_parent
-from tests.driving import ALONE, Ask, driving
+from tests.driving import ALONE, Ask, driving, sync_nothing
 
 # Workers rewrite the assertions of all tests, and tests start hundreds of processes: each file is compiled only once.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -21,6 +21,7 @@ sys.dont_write_bytecode = False
 
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
+sync_nothing()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,12 +11,13 @@ import torch
 
 from polyclinic import run
 from tests.crash import driver
-from tests.driving import serve
+from tests.driving import serve, sync_nothing
 from tests.small import tiny
 
 
 def main() -> None:
     torch.set_num_threads(1)
+    sync_nothing()
     deeds: dict[str, Callable[..., object]] = {}
     with suppress(ModuleNotFoundError):  # without the extra polyclinic[flower]
         from tests.deploy import forks

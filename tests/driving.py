@@ -22,6 +22,11 @@ Ask: TypeAlias = Callable[..., str]
 ALONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
+def sync_nothing() -> None:
+    """Wait for no disk: a test kills processes, which loses nothing that was written; nobody cuts the power."""
+    os.fsync = os.fstat  # type: ignore[assignment]  # which refuses what is no open file, too
+
+
 def serve(**deeds: Callable[..., object]) -> NoReturn:
     """A driver's life, once it has loaded what its children need; whoever asks for `ready` waits until then."""
     gc.freeze()
