@@ -6,6 +6,7 @@
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -39,6 +40,7 @@ from polyclinic.runs.tracking.backends import check_tracking
 from polyclinic.storage import messages
 from polyclinic.storage.files import erase_file, write_json
 from polyclinic.storage.run_folder import RunFolder
+from polyclinic.storage.signatures import PeerKeys
 
 Peers: TypeAlias = dict[str, object]
 ReadPeers: TypeAlias = Callable[[], Peers | None]
@@ -412,9 +414,20 @@ class AnnouncedEngine:
         self.cohort.show_statements(sent)
         try:
             for site, reply in self.engine.exchange(round, ready, deadline):
-                yield site, self.cohort.take_reply(site, reply, sent)
+                taken = self.cohort.take_reply(site, reply, sent)
+                if taken is not reply and (newer := self._read_newer_keys()) is not None:
+                    self.cohort.peers = newer  # its key was rotated in this round
+                    taken = self.cohort.take_reply(site, reply, sent)
+                yield site, taken
         finally:
             self.cohort.save()
+
+    def _read_newer_keys(self) -> PeerKeys | None:
+        """Return the sites' keys if the list has changed since the exchange began; the next one announces it."""
+        with suppress(EngineError):
+            peers = self.read_peers()
+            return None if peers is None or peers == self._peers else peer_keys(peers)
+        return None
 
     def _look_for_other_peers(self) -> None:
         """If the list of sites has changed, announce the run again with the new one: keys may have been rotated."""
