@@ -277,6 +277,7 @@ def test_a_claim_is_believed_up_to_a_multiple_of_the_others(others: list[int], c
     assert believe_counts(told)["a"] == (claim if claim <= MOST_BELIEVED * middle else math.ceil(middle / 2))
     assert "a" not in believe_counts(told, ["a"])
     assert believe_counts({"a": claim}) == {"a": claim}
+    assert believe_counts({"a": claim, "b": 1}) == {"a": claim, "b": 1}, "of two nobody knows who is wrong"
 
 
 def test_every_algorithm_says_whether_it_averages() -> None:

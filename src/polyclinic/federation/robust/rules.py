@@ -97,11 +97,12 @@ def believe_counts(told: Mapping[SiteId, int], registered: Collection[SiteId] = 
 
     Returns:
         Its claim up to `MOST_BELIEVED` times the median of the other sites'; for a higher claim half of that median.
+        Of two sites nobody can say whose claim is wrong.
     """
     found: dict[SiteId, int] = {}
     for site in told.keys() - registered:
         others = [count for other, count in told.items() if other != site]
-        usual = statistics.median(others) if others else told[site]
+        usual = statistics.median(others) if len(told) >= FEWEST else told[site]
         found[site] = told[site] if told[site] <= MOST_BELIEVED * usual else math.ceil(usual / 2)
     return found
 
